@@ -28,7 +28,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
 
 demo: $(VENV)/installed  ## train, cross-check with JAX, and write figures to functx-demo/
-	$(PY) -m functx demo $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m functx demo $(ARGS)
 
 test: $(VENV)/installed  ## the whole test suite
 	OMP_NUM_THREADS=1 XLA_FLAGS='$(QUICK) $(XLA_FLAGS)' $(PYTEST) $(ARGS)

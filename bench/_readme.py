@@ -1,9 +1,9 @@
 """Figures of README.md and docs/: what stands between two markers is made from a file of results.
 
-``<!-- bench:NAME -->`` opens the table of ``bench/results/NAME.json``, or, with keys of columns
-behind the name, these columns alone; ``<!-- file:PATH -->`` opens the text of a file in this
-repository. ``<!-- end -->`` closes either. Figures of a GPU, ``cuda/NAME``, may not have been
-measured: then that is what it says.
+``<!-- bench:NAME -->`` opens the table of ``bench/results/NAME.json``. Behind the name may be keys
+of columns, or their numbers, to show these alone, and ``rows:N`` for the first N rows.
+``<!-- file:PATH -->`` opens the text of a file in this repository. ``<!-- end -->`` closes either.
+Figures of a GPU, ``cuda/NAME``, may not have been measured: then that is what it says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench._common import RESULTS, Result
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_MEASURED = "Not measured yet."
-MARKERS = re.compile(r"(<!-- (bench|file):(\S+)((?: \w+)*) -->)\n.*?<!-- end -->", re.DOTALL)
+MARKERS = re.compile(r"(<!-- (bench|file):(\S+)((?: [\w:]+)*) -->)\n.*?<!-- end -->", re.DOTALL)
 
 
 def filled(text: str) -> str:
@@ -39,8 +39,13 @@ def _table(name: str, keys: list[str]) -> str:
     if name.startswith("cuda/") and not path.exists():
         return NOT_MEASURED
     result = Result.read(path)
+    first = [key for key in keys if key.startswith("rows:")]
+    for key in first:
+        result.rows = result.rows[: int(key.removeprefix("rows:"))]
+        keys.remove(key)
     if keys:
-        result.columns = [column for column in result.columns if column.key in keys]
+        numbered = enumerate(result.columns)
+        result.columns = [column for n, column in numbered if {column.key, str(n)} & {*keys}]
     return result.markdown()
 
 

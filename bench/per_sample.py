@@ -121,16 +121,10 @@ TORCH_WAYS: list[tuple[str, Callable[[Workload], Run]]] = [
     (COMPILED, functools.partial(ours, chunk_size=CHUNK, compile=True)),
     ("functx, chunk_size=2", functools.partial(ours, chunk_size=2)),
     ("functx, chunk_size=1", functools.partial(ours, chunk_size=1)),
-    ("functx, passes=2", functools.partial(ours, passes=2)),
     ("functx, remat", functools.partial(ours, remat=True)),
-    ("functx, remat, passes=2", functools.partial(ours, remat=True, passes=2)),
     (
         f"functx, remat, chunk_size={CHUNK}",
         functools.partial(ours, remat=True, chunk_size=CHUNK),
-    ),
-    (
-        f"functx, remat, passes=2, chunk_size={CHUNK}",
-        functools.partial(ours, remat=True, chunk_size=CHUNK, passes=2),
     ),
 ]
 

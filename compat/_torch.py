@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FrameType, FunctionType
@@ -97,11 +97,15 @@ def called_by_us(func: Any) -> bool:
     return False
 
 
-def asked_by(package: str, functions: tuple[str, ...]) -> bool:
-    """Whether code that is neither torch's nor ours, but for these functions, asks for a value."""
+def asked_by(asking: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether one of some functions asks for a value: no other code, but torch's and ours.
+
+    Functions go by their module, or by the package they are in (``"torch.distributions."``).
+    """
     for frame, name in _outward(sys._getframe(1)):
-        if name.startswith(package):
-            return frame.f_code.co_name in functions
+        for module, functions in asking.items():
+            if name == module or (module.endswith(".") and name.startswith(module)):
+                return frame.f_code.co_name in functions
         if name.partition(".")[0] not in ("torch", "functx"):
             return False
     return False

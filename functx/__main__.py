@@ -10,7 +10,6 @@ from pathlib import Path
 
 import functx
 from functx import _command
-from functx.compat import _crosscheck_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,9 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--epochs", type=int, help="passes over the training images")
     demo.add_argument("--quick", action="store_true", help="a toy size, to see it run")
     demo.set_defaults(run=_demo)
-    _crosscheck_command.add_to(commands)
-    for add in (_command.add_memory, _command.add_plan, _command.add_doctor):
-        add(commands)
+    _command.add_crosscheck(commands)
+    _command.add_memory(commands)
+    _command.add_plan(commands)
+    _command.add_doctor(commands)
     args = top.parse_args(argv)
     return int(args.run(args))
 

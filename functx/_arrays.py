@@ -17,14 +17,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from functx import _validate
+
 T = TypeVar("T", bound=Callable[..., Any])
 
 
 def backend_of(api: str, args: Any, kwargs: Any) -> Any:
     """The module whose transforms these arguments need, ``None`` for torch; NOTE [whose arrays].
 
-    Raises:
-        TypeError: arrays of both kinds are among the arguments; ``api`` is named.
+    Arrays of both kinds are a ``TypeError`` that names ``api``.
     """
     if torch.compiler.is_dynamo_compiling() or sys.modules.get("jax") is None:
         return None
@@ -37,6 +38,7 @@ def by_arguments(transform: T) -> T:
 
     @functools.wraps(transform)
     def chosen(func: Any, *options: Any, **named: Any) -> Any:
+        _validate.check_callable(func, name)
         own = transform(func, *options, **named)
 
         @functools.wraps(own)
@@ -56,6 +58,7 @@ def by_primals(transform: T) -> T:
 
     @functools.wraps(transform)
     def chosen(func: Any, *args: Any, **named: Any) -> Any:
+        _validate.check_callable(func, name)
         if (backend := backend_of(name, args, named)) is None:
             return transform(func, *args, **named)
         return getattr(backend, name)(func, *args, **named)

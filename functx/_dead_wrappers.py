@@ -20,9 +20,7 @@ from functx._torch import function_classes as function_classes
 def unwrap_for_backward(edges: Sequence[Any], classes: str) -> None:
     """Let the custom Functions on a tape find what they saved without dead wrappers.
 
-    Args:
-        edges: where the tape begins: edges, or tensors.
-        classes: what `function_classes` said before the tape was recorded.
+    It begins at ``edges``, or tensors. ``classes`` is what `function_classes` said before it.
     """
     if function_classes() == classes:
         return  # no custom Function was applied
@@ -39,10 +37,6 @@ def unwrap_for_backward(edges: Sequence[Any], classes: str) -> None:
 
 
 def _unwrap(node: Any, function: Any) -> None:
-    saved, backward = node.saved_tensors, function.backward
-    node.saved_tensors = property(lambda ctx: _alive(saved.__get__(ctx)))
-    function.backward = staticmethod(lambda ctx, *grads: backward(ctx, *_alive(grads)))
-
-
-def _alive(values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(_torch.alive(v) if isinstance(v, Tensor) else v for v in values)
+    saved, backward, alive = node.saved_tensors, function.backward, _torch.alive
+    node.saved_tensors = property(lambda ctx: (*map(alive, saved.__get__(ctx)),))
+    function.backward = staticmethod(lambda ctx, *grads: backward(ctx, *map(alive, grads)))

@@ -18,7 +18,6 @@ from functx import _norms, _remat, _tree, _validate
 from functx._arrays import by_arguments
 from functx._reverse_mode import Pullback, record
 from functx._torch import compiler
-from functx._transforms import named_after
 from functx._validate import Argnums, Randomness
 
 P = ParamSpec("P")
@@ -63,42 +62,37 @@ def jacrev(
         tensor([[2., 0.],
                 [0., 4.]])
     """
-    _validate.check_callable(func, "jacrev")
     _validate.check_argnums(argnums, "jacrev")
     if chunk_size is not None and chunk_size <= 0:
         raise ValueError(f"jacrev: `chunk_size` should be greater than 0, got {chunk_size}")
 
-    @named_after(func)
     def transformed(*args: Any, **kwargs: Any) -> Any:
         _validate.check_real(args, "jacrev", "inputs")
-        at = _validate.resolve_argnums(argnums, len(args), "jacrev")
         api = "jacrev(f)(*args)"
-        output, aux, pullback = record(func, args, kwargs, at, has_aux=has_aux, api=api)
+        output, aux, pullback = record(func, args, kwargs, argnums, has_aux=has_aux, api=api)
         _validate.check_real(output, "jacrev", "outputs")
-        wrt = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in at)
-        (leaves, inputs), (outs, outputs) = _tree.flatten(wrt), _tree.flatten(output)
+        outs, outputs = _tree.flatten(output)
         sizes = [out.numel() for out in outs]
-        blocks = [b.split(sizes) for b in _rows(pullback, outs, outputs, leaves, chunk_size)]
-        made = [
-            _tree.unflatten(
-                inputs, [b[i].view(out.shape + x.shape) for b, x in zip(blocks, leaves)]
-            )
-            for i, out in enumerate(outs)
-        ]
-        jacobian = _tree.unflatten(outputs, made)
+        blocks = [rows.split(sizes) for rows in _rows(pullback, outs, outputs, chunk_size)]
+
+        def of_output(i: int) -> Any:
+            parts = [b[i].view(outs[i].shape + b[i].shape[1:]) for b in blocks]
+            return _tree.unflatten(pullback.inputs_spec, parts)
+
+        jacobian = _tree.unflatten(outputs, map(of_output, range(len(outs))))
         return (jacobian, aux) if has_aux else jacobian
 
-    return transformed
+    return compiler.told(transformed, like=func)
 
 
 def _rows(
-    pullback: Pullback, outs: list[Tensor], spec: Any, leaves: list[Tensor], chunk_size: int | None
+    pullback: Pullback, outs: list[Tensor], spec: Any, chunk_size: int | None
 ) -> list[Tensor]:
     """All rows of the Jacobian, one tensor for each input, of shape ``(rows, *leaf.shape)``."""
     sizes = [out.numel() for out in outs]
     total = sum(sizes)
     if total == 0:
-        return [leaf.new_zeros(0, *leaf.shape) for leaf in leaves]
+        return [leaf.new_zeros(0, *leaf.shape) for leaf in pullback.inputs]
 
     def pull(units: list[Tensor], keep: bool) -> list[Tensor]:
         return _tree.leaves(pullback(_tree.unflatten(spec, units), retain_graph=keep))
@@ -111,7 +105,7 @@ def _rows(
     if total == 1:
         return [leaf.unsqueeze(0) for leaf in pull([torch.ones_like(out) for out in outs], False)]
     every = torch.arange(total, device=outs[0].device)
-    chunks = every.split(total if chunk_size is None else +chunk_size)
+    chunks = every.split(chunk_size or total)
     parts = []
     for n, chunk in enumerate(chunks, 1):
         one = functools.partial(row, keep=n < len(chunks))  # the last one frees the residuals
@@ -139,7 +133,7 @@ def jacfwd(
     @functools.wraps(of_torch)
     def transformed(*args: Any) -> Any:
         positions = _validate.resolve_argnums(argnums, len(args), "jacfwd")
-        _validate.check_inputs(args, positions, "jacfwd(f)(*args)", _validate.OF_JVP)
+        _validate.check_inputs(args, positions, "jacfwd(f)(*args)")
         with _norms.around(args):
             return of_torch(*args)
 
@@ -163,14 +157,6 @@ def hessian(func: Callable[P, Any], argnums: Argnums = 0) -> Callable[P, Any]:
         tensor([[0., 1.],
                 [1., 0.]])
     """
-    _validate.check_callable(func, "hessian")
     _validate.check_argnums(argnums, "hessian")
     of_gradient: Callable[..., Any] = jacfwd(jacrev(func, argnums), argnums)
-
-    @named_after(func)
-    def transformed(*args: Any) -> Any:
-        at = _validate.resolve_argnums(argnums, len(args), "hessian")
-        _validate.check_inputs(args, at, "hessian(f)(*args)")
-        return of_gradient(*args)
-
-    return transformed
+    return compiler.told(lambda *args, **kwargs: of_gradient(*args, **kwargs), like=func)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 Place = tuple[types.CodeType, int]
+ModulePaths = dict[nn.Module, dict[nn.Module, str]]  # by root, the path of each module in it
 
 _INTERNAL = (*(os.path.dirname(f) + os.sep for f in (torch.__file__, __file__)), "<frozen")
 
@@ -25,51 +26,37 @@ def is_internal(filename: str) -> bool:
     return filename.startswith(_INTERNAL)
 
 
-def _frame() -> types.FrameType | None:
-    """The innermost frame outside of torch and functx."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and is_internal(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
 def where() -> Place:
-    """The line outside of torch and functx that is running."""
-    frame = _frame() or sys._getframe(1)
+    """The line outside of torch and functx that is running; without one, the outermost of all."""
+    frame = sys._getframe(1)
+    while is_internal(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
     return frame.f_code, frame.f_lasti
 
 
 def line_now() -> str:
     """``file:line`` of the user's code that is running."""
-    frame = _frame()
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
+    file, line, _ = line_of(where())
+    return f"{file}:{line}"
 
 
 def line_of(place: Place) -> tuple[str, int, str]:
     """File, line and function of a place."""
     code, instruction = place
-    lines = [line for start, end, line in code.co_lines() if start <= instruction < end and line]
-    return code.co_filename, lines[0] if lines else code.co_firstlineno, code.co_qualname
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line)
+    return code.co_filename, next(lines, code.co_firstlineno), code.co_qualname
 
 
-class ModulePaths:
-    """Where among the modules that are running this is."""
-
-    def __init__(self) -> None:
-        self._paths: dict[int, tuple[nn.Module, dict[int, str]]] = {}
-
-    def here(self) -> str:
-        """The path from the outermost module that is running; ``""`` outside of modules."""
-        running: list[nn.Module] = []
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is nn.Module._call_impl.__code__:
-                running.append(frame.f_locals["self"])
-            frame = frame.f_back
-        if not running:
-            return ""
-        root = running[-1]
-        if id(root) not in self._paths:
-            named = root.named_modules(remove_duplicate=False)
-            self._paths[id(root)] = root, {id(module): path for path, module in named}
-        return self._paths[id(root)][1].get(id(running[0]), "")
+def module_now(known: ModulePaths) -> str:
+    """The path from the outermost module that is running, ``""`` outside; ``known`` is kept."""
+    running: list[nn.Module] = []
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            running.append(frame.f_locals["self"])
+        frame = frame.f_back
+    if not running:
+        return ""
+    if (root := running[-1]) not in known:
+        known[root] = {m: path for path, m in root.named_modules(remove_duplicate=False)}
+    return known[root].get(running[0], "")

@@ -19,7 +19,7 @@ forward pass never saw, and its derivative would be silently zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -64,19 +64,14 @@ class Pullback:
     """
 
     def __init__(self, inputs: Any, outputs: Any, spec: _tree.TreeSpec) -> None:
-        self._inputs, self._inputs_spec = _tree.flatten(inputs)
-        level = {*map(_torch.level_of, self._inputs)}  # what is of another depends on none of them
+        self.inputs, self.inputs_spec = _tree.flatten(inputs)
+        level = {*map(_torch.level_of, self.inputs)}  # what is of another depends on none of them
         # Edges, not the outputs: their memory is the caller's to keep.
         self._edges: list[Any] | None = [
             gradient_edge(out) if out.requires_grad and _torch.level_of(out) in level else None
             for out in outputs
         ]
         self._outputs_spec = spec
-
-    @property
-    def arity(self) -> int:
-        """How many leaves the inputs have."""
-        return len(self._inputs)
 
     @compiler.uncompiled
     def __call__(
@@ -95,27 +90,24 @@ class Pullback:
             RuntimeError: ``cotangents`` has another structure than the output, or the residuals
                 are gone.
         """
-        gradients = self._pull(self._inputs, cotangents, retain_graph, create_graph)
+        gradients = self._pull(self.inputs, cotangents, retain_graph, create_graph)
         # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
         alive = [_torch.alive(gradient) for gradient in gradients]
-        return _tree.unflatten(self._inputs_spec, made_inside(alive))
+        return _tree.unflatten(self.inputs_spec, made_inside(alive))
 
     def feed(
         self,
         cotangents: Any,
-        receivers: Mapping[int, Callable[[torch.Tensor], None]],
-        retain_graph: bool,
+        receive: Callable[[int, torch.Tensor], None],
     ) -> None:
-        """Hands each cotangent of an input, once summed over all uses, to its receiver; keeps none.
+        """Hands over each leaf's gradient, once summed over all uses, with its number; keeps none.
 
-        Receivers go by the number of the input's leaf; other leaves are not computed. A leaf that
-        the outputs do not depend on may get none.
+        A leaf that the outputs do not depend on may get none.
         """
-        inputs = [self._inputs[number] for number in receivers]
         with ExitStack() as hooks:
-            for leaf, receive in zip(inputs, receivers.values()):
-                hooks.callback(leaf.register_hook(partial(_hand_over, receive)).remove)
-            self._pull(inputs, cotangents, retain_graph)
+            for leaf, tensor in enumerate(self.inputs):
+                hooks.callback(tensor.register_hook(partial(_hand_over, receive, leaf)).remove)
+            self._pull(self.inputs, cotangents, retain_graph=False)
 
     def _pull(
         self,
@@ -139,7 +131,7 @@ class Pullback:
         if not retain_graph:
             self._edges = None
         found: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        with _no_inference_mode(), compiler.without_compiled_autograd():
+        with _outside_inference_mode(), compiler.without_compiled_autograd():
             if taped and inputs:
                 found = torch.autograd.grad(
                     [edge for edge, _ in taped],
@@ -152,20 +144,19 @@ class Pullback:
             return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
 
 
-def _hand_over(receive: Callable[[torch.Tensor], None], gradient: torch.Tensor) -> torch.Tensor:
+def _hand_over(receive: Callable[..., None], leaf: int, gradient: torch.Tensor) -> torch.Tensor:
     """A hook that gives a gradient away, and the engine zeros without memory to speak of."""
-    receive(*made_inside([_torch.alive(gradient)]))
+    receive(leaf, *made_inside([_torch.alive(gradient)]))
     if gradient.layout is not torch.strided:
         return torch.zeros_like(gradient)
-    zero = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
-    return zero.expand(gradient.shape)
+    return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
 
 
 def record(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    argnums: tuple[int, ...],
+    argnums: _validate.Argnums,
     *,
     has_aux: bool,
     api: str,
@@ -174,34 +165,28 @@ def record(
 ) -> tuple[Any, Any, Pullback]:
     """Runs ``func`` in a grad level of its own, which has ended when this returns.
 
-    Args:
-        func: The function.
-        args: Its positional arguments, pytrees of tensors and anything else.
-        kwargs: Its keyword arguments, likewise.
-        argnums: Positions of the arguments to differentiate, none negative.
-        has_aux: Whether ``func`` returns ``(output, aux)``.
-        api: The transform's name, for error messages.
-        check_output: Called with the output inside the level; by default it is checked to be of
-            tensors that can have derivatives.
-        once: Whether the pullback is called once, and not under ``vmap``.
+    Arguments are pytrees of anything; those that ``argnums`` names are differentiated.
+    ``check_output`` looks at the output inside the level; by default all of it must be tensors that
+    can have derivatives. ``once`` says that the pullback is called once, and not under ``vmap``.
 
     Returns:
-        The output, the auxiliary output or ``None``, and the pullback to the tuple of the
-        differentiated arguments.
+        The output, the auxiliary output or ``None``, and the pullback to the argument, or the tuple
+        of them, that is differentiated.
     """
-    _validate.check_inputs(args, argnums, api)
+    positions = _validate.resolve_argnums(argnums, len(args), api)
+    _validate.check_inputs(args, positions, api)
     args, kwargs = taken_in(api, (args, kwargs))
     with (
         _hooks_disabled(),
         _norms.around((args, kwargs), once=once),
+        _outside_inference_mode(),
         _torch.grad_level() as level,
         torch.enable_grad(),
     ):
         made: list[torch.Tensor] = []
 
         def enter(leaf: Any) -> Any:
-            is_tensor = isinstance(leaf, torch.Tensor)
-            return _torch.wrap_grad(_torch.alive(leaf), level) if is_tensor else leaf
+            return _torch.wrap_grad(_torch.alive(leaf), level) if _tree.is_tensor(leaf) else leaf
 
         def leave(leaf: Any) -> Any:
             value = _torch.unwrap_grad(leaf, level) if isinstance(leaf, torch.Tensor) else leaf
@@ -211,7 +196,7 @@ def record(
 
         classes = function_classes()
         args, kwargs = _tree.map_(enter, (args, kwargs))
-        inputs = tuple(args[position] for position in argnums)
+        inputs = tuple(args[position] for position in positions)
         for leaf in _tree.leaves(inputs):
             _torch.require_grad(leaf)
         output, aux = func(*args, **kwargs), None
@@ -219,11 +204,20 @@ def record(
             output, aux = _validate.split_aux(output, api)
         (check_output or partial(_validate.check_outputs, api=api))(output)
         flat_output, spec = _tree.flatten(output)
-        pullback = Pullback(inputs, flat_output, spec)
+        one = isinstance(argnums, int)
+        pullback = Pullback(inputs[0] if one else inputs, flat_output, spec)
         unwrap_for_backward(flat_output, classes)
         output, aux = _tree.map_(leave, output), _tree.map_(leave, aux)
         made_inside(made)
         return output, aux, pullback
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Leaves inference mode, in which nothing can record, and grad mode as it is."""
+    grad, inferring = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if inferring else nullcontext(), torch.set_grad_enabled(grad):
+        yield
 
 
 @contextmanager
@@ -238,14 +232,3 @@ def _hooks_disabled() -> Iterator[None]:
             if words in str(error) and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
         raise
-
-
-@contextmanager
-def _no_inference_mode() -> Iterator[None]:
-    """Leaves inference mode, and grad mode as it is: a backward pass has to be able to record."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    grad_enabled = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(grad_enabled):
-        yield

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functx import _torch, _tree
-from functx._lines import ModulePaths, Place, line_of, where
+from functx._lines import ModulePaths, Place, line_of, module_now, where
 from functx._torch import compiler
 
 # The node of a region; what runs in it, and not in a node that it runs, is its replay.
@@ -145,7 +145,7 @@ class LiveStorages(_torch.TorchDispatchMode):
         self.operations: Counter[str] = Counter()
         self.timeline: list[Event] = []
         self.phases: list[str] = []
-        self._modules = ModulePaths()
+        self._modules: ModulePaths = {}
         # Lines and modules by thread and number of a node; the first number in each thread.
         self._sites: dict[tuple[int, int], tuple[Place, str]] = {}
         self._thread = threading.get_ident()
@@ -209,7 +209,7 @@ class LiveStorages(_torch.TorchDispatchMode):
             site = self._sites[thread, node] = site or self._site()
 
     def _site(self) -> tuple[Place, str]:
-        return where(), self._modules.here()
+        return where(), module_now(self._modules)
 
     def _made(self, tensor: torch.Tensor, operation: str) -> Held:
         node, site = _torch.current_node(), None

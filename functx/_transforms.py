@@ -46,9 +46,10 @@ def grad(func: Callable[P, Any], argnums: Argnums = 0, has_aux: bool = False) ->
     Raises:
         TypeError: ``func`` can't be called.
         RuntimeError: ``argnums`` is not an int or tuple of different ints, or, at the call, out of
-            range; an argument is of an integer dtype; ``func`` does not return a scalar, or a pair
-            with ``has_aux``; it uses saved-tensor hooks, as ``torch.utils.checkpoint`` does.
-        ValueError: At the call: a leaf to differentiate is not a tensor.
+            range; ``func`` does not return a scalar, or a pair with ``has_aux``; it uses
+            saved-tensor hooks, as ``torch.utils.checkpoint`` does.
+        ValueError, RuntimeError: At the call (one error that is both): a leaf to differentiate is
+            not a tensor, or one of integers.
 
     Example:
         >>> import torch, functx
@@ -57,10 +58,7 @@ def grad(func: Callable[P, Any], argnums: Argnums = 0, has_aux: bool = False) ->
         >>> functx.vmap(functx.grad(torch.sin))(torch.zeros(3))  # per-example gradients
         tensor([1., 1., 1.])
     """
-
-    def arranged(out: Any, gradient: Any) -> Any:
-        return (gradient, out[1]) if has_aux else gradient
-
+    arranged = (lambda out, grads: (grads, out[1])) if has_aux else (lambda out, grads: grads)
     return _of_scalar(func, argnums, has_aux, "grad", arranged)
 
 
@@ -71,12 +69,10 @@ def grad_and_value(
 ) -> Callable[P, tuple[Any, R]]:
     """The gradient of a scalar function and its value, in torch's order.
 
-    As :func:`torch.func.grad_and_value`, at about a third of its peak memory. Arguments and errors
-    are those of :func:`functx.grad`.
+    Arguments and errors are those of :func:`functx.grad`.
 
     Returns:
-        A function that returns ``(gradient, value)``; with ``has_aux``,
-        ``(gradient, (value, aux))``.
+        A function that returns ``(gradient, value)``, with ``has_aux`` ``(gradient, (value, aux))``
 
     Example:
         >>> import torch, functx
@@ -112,38 +108,21 @@ def value_and_grad(
 
 
 def _of_scalar(
-    func: Callable[..., Any],
-    argnums: Argnums,
-    has_aux: bool,
-    name: str,
-    arranged: Callable[..., Any],
+    func: Callable[..., Any], argnums: Argnums, has_aux: bool, name: str, arranged: Any
 ) -> Any:
     """A function that returns what ``func`` does and its gradient, as ``arranged``."""
-    _validate.check_callable(func, name)
     _validate.check_argnums(argnums, name)
     api = f"{name}(f)(*args)"
     check = functools.partial(_validate.check_scalar, api=api)
 
-    @named_after(func)
     def transformed(*args: Any, **kwargs: Any) -> Any:
-        at = _validate.resolve_argnums(argnums, len(args), name)
         value, aux, pullback = record(
-            func, args, kwargs, at, has_aux=has_aux, check_output=check, api=api, once=True
+            func, args, kwargs, argnums, has_aux=has_aux, check_output=check, api=api, once=True
         )
-        gradients = pullback(torch.ones_like(value), retain_graph=False)
-        gradient = gradients[0] if isinstance(argnums, int) else gradients
+        gradient = pullback(torch.ones_like(value), retain_graph=False)
         return arranged((value, aux) if has_aux else value, gradient)
 
-    return transformed
-
-
-def named_after(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``functools.wraps`` without the attributes: those of a module are its parameters.
-
-    And hidden from ``torch.compile``, which would trace half of it.
-    """
-    wraps = functools.wraps(func, updated=())
-    return lambda wrapper: compiler.told(wraps(wrapper), _validate.name_of(func))
+    return compiler.told(transformed, like=func)
 
 
 @by_primals
@@ -167,9 +146,9 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 
     Raises:
         TypeError: ``func`` can't be called.
-        RuntimeError: A primal or an output is of an integer dtype; an output is not a tensor, or
-            there is none; ``has_aux`` and no pair returned; ``func`` uses saved-tensor hooks.
-        ValueError: A leaf of ``primals`` is not a tensor.
+        ValueError, RuntimeError: As :func:`functx.grad`, of a leaf of ``primals``.
+        RuntimeError: An output is not a tensor, or one of integers, or there is none; ``has_aux``
+            and no pair returned; ``func`` uses saved-tensor hooks.
 
     Example:
         >>> import torch, functx
@@ -177,7 +156,6 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         >>> output, vjp_fn(torch.tensor(1.0), retain_graph=False)
         (tensor(6.), (tensor(3.), tensor(2.)))
     """
-    _validate.check_callable(func, "vjp")
     at = tuple(range(len(primals)))
     output, aux, pullback = record(func, primals, {}, at, has_aux=has_aux, api="vjp(f, *primals)")
     return (output, pullback, aux) if has_aux else (output, pullback)
@@ -193,14 +171,13 @@ def jvp(
     has_aux: bool = False,
 ) -> Any:
     """The output of a function, and its Jacobian-vector product: :func:`torch.func.jvp`."""
-    options = {"strict": strict, "has_aux": has_aux}
+    of_torch = functools.partial(torch.func.jvp, func, strict=strict, has_aux=has_aux)
     if torch.compiler.is_dynamo_compiling():
-        return torch.func.jvp(func, primals, tangents, **options)
-    api = "jvp(f, primals, tangents)"
-    _validate.check_inputs((primals,), (0,), api, _validate.OF_JVP)
+        return of_torch(primals, tangents)
+    _validate.check_inputs((primals,), (0,), "jvp(f, primals, tangents)")
     primals, tangents = taken_in("jvp", (primals, tangents))
     with _norms.around(primals):
-        return made_inside(torch.func.jvp(func, primals, tangents, **options))
+        return made_inside(of_torch(primals, tangents))
 
 
 @by_primals
@@ -220,7 +197,7 @@ def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R
     Returns:
         The value of ``func`` at ``primals``, and a function of tangents, pytrees like ``primals``,
         that returns a pytree like the value: the derivative of each leaf, zeros for tensors of
-        integers. It raises a ``RuntimeError`` where tangents do not fit ``primals``.
+        integers. It raises a ``RuntimeError`` where structure or shapes of tangents are others.
 
     Example:
         >>> import torch, functx
@@ -236,25 +213,14 @@ def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R
     parted = functools.partial(_tree.parted, belongs=_validate.has_derivatives)
     values, pullback, others = vjp(lambda *args: parted(func(*args)), *primals, has_aux=True)
     constants = _tree.map_(
-        lambda leaf: torch.zeros_like(leaf) if _tree.is_tensor(leaf) else leaf, others
+        lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, others
     )
-    _, layouts = _layouts(values)
-    expected = _layouts(primals)
+    layouts = [(value.shape, value.dtype, value.device) for value in values]
 
     def linear(*tangents: Any) -> Any:
         """The derivative of the function along tangents."""
-        if (given := _layouts(tangents)) != expected:
-            raise RuntimeError(
-                "linearize: tangents must have the structure, shapes, dtypes and devices of the "
-                f"primals, {expected}, got {given}"
-            )
         # What maps cotangents to gradients is linear: zeros are as good a point as any.
         zeros = [torch.zeros(shape, dtype=dtype, device=on) for shape, dtype, on in layouts]
         return _tree.joined(vjp(pullback, zeros)[1](tangents)[0], constants)
 
     return _tree.joined(values, others), linear
-
-
-def _layouts(tree: Any) -> tuple[_tree.TreeSpec, list[Any]]:
-    leaves, spec = _tree.flatten(tree)
-    return spec, [(t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves]

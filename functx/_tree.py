@@ -7,6 +7,7 @@ register with torch (a model's output classes, caches) are containers here too.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,13 +23,11 @@ except ImportError:  # the fallback serves machines without optree
     _optree = None  # type: ignore[assignment]
 
 TreeSpec = Any
-_copied = 0  # how many classes were registered with torch when they were last copied
 
 
-def _copy_classes() -> None:
+@functools.lru_cache(1)  # until there are more, or less
+def _copy_classes(known: int) -> None:
     """Tell optree of classes that torch knows and has not told it of (``register_dataclass``)."""
-    global _copied
-    _copied = len(_pytree.SUPPORTED_NODES)
     for cls, node in list(_pytree.SUPPORTED_NODES.items()):
         if isinstance(cls, type) and not issubclass(cls, tuple):
             with contextlib.suppress(ValueError):  # built in, or there already
@@ -39,8 +38,7 @@ def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], TreeSpec]:
     """The leaves of ``tree`` in order, and what is needed to put them back."""
     if _optree is None:
         return _pytree.tree_flatten(tree, is_leaf)
-    if len(_pytree.SUPPORTED_NODES) != _copied:
-        _copy_classes()
+    _copy_classes(len(_pytree.SUPPORTED_NODES))
     return _optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace="torch")
 
 
@@ -101,10 +99,9 @@ def joined(tensors: Sequence[torch.Tensor], how: Any) -> Any:
 
 
 def leaves_as(spec: TreeSpec, tree: Any) -> list[Any]:
-    """The leaves of a tree of some structure, in its order: dicts may have theirs in another.
+    """The leaves of a tree in the order of ``spec``, which its dicts may not have.
 
-    Raises:
-        ValueError: ``tree`` has another structure.
+    A ``ValueError`` if it has another structure.
     """
     found = _flatten_up_to(spec, tree)
     if any(map(is_node, found)):
@@ -113,13 +110,9 @@ def leaves_as(spec: TreeSpec, tree: Any) -> list[Any]:
 
 
 def spread(prefix: Any, tree: Any) -> list[Any]:
-    """The leaves of a pytree prefix, each as often as the part of ``tree`` under it has leaves.
+    """For each leaf of ``tree``, in its order, the leaf of a pytree prefix above it.
 
-    Returns:
-        One for each leaf of ``tree``, in its order; dicts of the prefix may have another.
-
-    Raises:
-        ValueError: ``prefix`` is no prefix of ``tree``.
+    Dicts of the prefix may have another order. A ``ValueError`` if it is no prefix.
     """
     heads, spec = flatten(prefix)
     parts = _flatten_up_to(spec, tree)

@@ -14,7 +14,7 @@ import operator
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 
@@ -23,19 +23,6 @@ from functx import _tree
 Argnums = int | tuple[int, ...]
 Randomness = Literal["error", "different", "same"]
 Static = tuple[tuple[int, ...], tuple[str, ...]]
-
-
-class RematOptions(TypedDict, total=False):
-    """The keyword arguments of `functx.remat`."""
-
-    policy: Any
-    static_argnums: int | Sequence[int]
-    static_argnames: str | Sequence[str]
-    preserve_rng_state: bool | Literal["all"]
-    determinism_check: Literal["default", "none"]
-    debug: bool
-    budget: Any
-    prevent_cse: bool
 
 
 def check_callable(func: Any, api: str) -> None:
@@ -51,56 +38,42 @@ def check_argnums(argnums: Any, api: str) -> None:
     """Raises ``RuntimeError`` unless ``argnums`` is an int or a tuple of different ints."""
     chosen = (argnums,) if isinstance(argnums, int) else argnums
     are_ints = isinstance(chosen, tuple) and all(isinstance(i, int) for i in chosen)
-    if not are_ints or not chosen or len(set(chosen)) != len(chosen):
+    if not are_ints or not chosen or len(set(chosen)) < len(chosen):
         raise RuntimeError(
-            f"{api}: argnums must be non-empty: an int or a tuple of different ints, "
-            f"got {argnums!r}"
+            f"{api}: argnums must be non-empty: an int or tuple of different ints, got {argnums!r}"
         )
 
 
 def resolve_argnums(argnums: Argnums, num_args: int, api: str) -> tuple[int, ...]:
     """The positions ``argnums`` names among ``num_args`` arguments, none of them negative."""
     chosen = (argnums,) if isinstance(argnums, int) else argnums
-    for argnum in chosen:
-        if not -num_args <= argnum < num_args:
-            raise RuntimeError(
-                f"{api}: got argnum={argnum}, but only {num_args} positional inputs; "
-                "arguments passed by keyword can't be differentiated"
-            )
-    positions = tuple(argnum % num_args for argnum in chosen)
-    if len(set(positions)) != len(positions):
+    positions = tuple(n + num_args * (n < 0) for n in chosen)
+    if not {*positions} <= {*range(num_args)} or len({*positions}) < len(positions):
         raise RuntimeError(
-            f"{api}: argnums {argnums} name one of {num_args} positional inputs twice"
+            f"{api}: argnums {argnums} must name different ones of {num_args} positional inputs; "
+            "arguments passed by keyword can't be differentiated"
         )
     return positions
 
 
-OF_JVP = (RuntimeError, ValueError)  # torch's errors: of what is no tensor, or has no derivatives
+class NotDifferentiableError(ValueError, RuntimeError):
+    """A leaf without derivatives: torch raises the one or the other, by transform and by leaf."""
 
 
-def check_inputs(
-    args: Sequence[Any],
-    positions: Sequence[int],
-    api: str,
-    errors: tuple[type[Exception], type[Exception]] = (ValueError, RuntimeError),
-) -> None:
+def check_inputs(args: Sequence[Any], positions: Sequence[int], api: str) -> None:
     """Raises unless every leaf of ``args`` at ``positions`` is a tensor with derivatives."""
     for position in positions:
         for leaf in _tree.leaves(args[position]):
-            if not isinstance(leaf, torch.Tensor):
-                name, remedy = type(leaf).__name__, "convert it with torch.as_tensor"
-                if dataclasses.is_dataclass(leaf):
-                    remedy = f"make it a pytree, torch.utils._pytree.register_dataclass({name})"
-                raise errors[0](
-                    f"{api}: everything differentiated must be a Tensor, got {describe(leaf)} of "
-                    f"type {name} in argument {position}; {remedy}, or don't differentiate it"
-                )
-            if not has_derivatives(leaf):
-                raise errors[1](
-                    f"{api}: only Tensors of floating point and complex dtype can require "
-                    f"gradients, got dtype {leaf.dtype} in argument {position}; convert it with "
-                    ".float(), or don't differentiate it"
-                )
+            if has_derivatives(leaf):
+                continue
+            name, remedy = type(leaf).__name__, "convert it with torch.as_tensor and .float()"
+            if dataclasses.is_dataclass(leaf):
+                remedy = f"make it a pytree, torch.utils._pytree.register_dataclass({name})"
+            raise NotDifferentiableError(
+                f"{api}: everything differentiated must be a Tensor of floating point or complex "
+                f"dtype, got {describe(leaf)} of type {name} in argument {position}; {remedy}, or "
+                "don't differentiate it"
+            )
     # There torch says without an error that derivatives are zero. (Versions compare as such.)
     if torch.is_inference_mode_enabled() and torch.__version__ < "2.13":
         raise RuntimeError(
@@ -121,35 +94,25 @@ def split_aux(result: Any, api: str) -> tuple[Any, Any]:
 
 def check_scalar(output: Any, api: str) -> None:
     """Raises ``RuntimeError`` unless ``output`` is a real tensor of no dimensions."""
-    if not isinstance(output, torch.Tensor):
+    is_scalar = isinstance(output, torch.Tensor) and output.dim() == 0
+    if not is_scalar or (output.is_complex() and output.requires_grad):
         raise RuntimeError(
-            f"{api}: Expected f(*args) to return a Tensor, got {type(output)}; to return more than "
-            "the value, use has_aux=True"
-        )
-    if output.dim() != 0:
-        raise RuntimeError(
-            f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {output.dim()} "
-            f"dims, shape {tuple(output.shape)}. Maybe you wanted to use the vjp or jacrev APIs "
-            "instead?"
-        )
-    if output.is_complex() and output.requires_grad:
-        raise RuntimeError(
-            f"{api}: grad can be implicitly created only for real scalar outputs but got "
-            f"{output.dtype}; return output.real or output.abs(), or use vjp"
+            f"{api}: Expected f(*args) to return a real scalar Tensor, got {describe(output)}. "
+            "To return more than the value, use has_aux=True; of a complex number return .real or "
+            ".abs(). Maybe you wanted to use the vjp or jacrev APIs instead?"
         )
 
 
 def check_outputs(output: Any, api: str) -> None:
     """Raises ``RuntimeError`` unless ``output`` is a tree of tensors that can have derivatives."""
     outputs = _tree.leaves(output)
-    if not outputs or outputs == [None]:
-        raise RuntimeError(f"{api}: Expected f to have non-empty output (got {outputs})")
-    for out in outputs:
-        if not has_derivatives(out):
-            raise RuntimeError(
-                f"{api}: expected f to return only tensors of floating-point or complex dtype, got "
-                f"{describe(out)}; return what isn't differentiated as aux, with has_aux=True"
-            )
+    wrong = [describe(out) for out in outputs if not has_derivatives(out)]
+    if wrong or not outputs:
+        raise RuntimeError(
+            f"{api}: expected f to return only tensors of floating-point or complex dtype, got "
+            f"{', '.join(wrong) or 'none'}; return what isn't differentiated as aux, with "
+            "has_aux=True"
+        )
 
 
 def has_derivatives(value: Any) -> bool:
@@ -160,12 +123,8 @@ def has_derivatives(value: Any) -> bool:
 
 def check_real(tree: Any, api: str, what: str) -> None:
     """Raises ``RuntimeError`` if a leaf of ``tree`` is complex."""
-    for index, leaf in enumerate(_tree.leaves(tree)):
-        if isinstance(leaf, torch.Tensor) and leaf.is_complex():
-            raise RuntimeError(
-                f"{api}: Expected all {what} to be real but received complex tensor at flattened "
-                f"input idx: {index}"
-            )
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in _tree.leaves(tree)):
+        raise RuntimeError(f"{api}: Expected all {what} to be real; use torch.view_as_real")
 
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -175,9 +134,7 @@ _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 def checked_budget(budget: Any, api: str) -> int | float:
     """A budget: bytes as an int (or a text, ``"2GiB"``), or a share as a float up to 1.
 
-    Raises:
-        TypeError: it is neither number nor text.
-        ValueError: it is not positive, a share larger than 1, or no text of that form.
+    A ``TypeError`` if it is neither number nor text, a ``ValueError`` if it is none of these.
     """
     number = budget
     if isinstance(budget, str):
@@ -227,15 +184,6 @@ def check_static(static: Static, args: Any, kwargs: Any) -> None:
 def has_forward(module: torch.nn.Module) -> bool:
     """Whether a module can be called: a list of modules can't."""
     return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
-
-
-def check_has_forward(module: torch.nn.Module) -> None:
-    """Refuse a list of modules."""
-    if not has_forward(module):
-        raise TypeError(
-            f"remat: a {type(module).__name__} has no forward of its own. Make a region of each of "
-            "its modules: functx.apply_remat(model, 'layers.*'), or a loop with functx.remat."
-        )
 
 
 def warn_if_later(f: Any) -> None:

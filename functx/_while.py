@@ -17,6 +17,7 @@ from torch import Tensor
 from functx import _torch, _tree
 from functx._remat import Options, run
 from functx._validate import describe
+from functx._vmap import is_mapped
 
 Body = Callable[[Any], Any]
 Cond = Callable[[Any], Any]
@@ -71,21 +72,12 @@ def _asked(verdict: Any, alive: Tensor | None) -> tuple[Tensor | None, bool]:
     verdict = verdict.reshape(()) != 0
     if alive is not None:
         verdict = verdict & alive
-    elif not _is_batched(verdict):
+    elif not is_mapped(verdict):
         return None, bool(verdict)
     examples = verdict
     while _torch.level_of(examples) > 0:
         examples = _torch.inner_of(examples)
     return verdict, bool(examples.any())
-
-
-def _is_batched(t: Tensor) -> bool:
-    """Whether the examples of some ``vmap`` have values of their own."""
-    while _torch.level_of(t) > 0:
-        if _torch.is_batched(t):
-            return True
-        t = _torch.inner_of(t)
-    return False
 
 
 def _masked(alive: Tensor, state: Any, new: Any) -> Any:

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from functx import _notice, _save_policies, _torch, _tree
+from functx import _save_policies, _torch, _tree
 from functx._aten import flops_of, is_dot
+from functx._jit import noticed
 from functx._remat import operator_of
 from functx._save_policies import Decision, Value
 from functx._torch import graphs
@@ -90,10 +91,8 @@ def remat(gm: fx.GraphModule, *, policy: Any = None, budget: Any = None) -> fx.G
     if budget is None:
         again = joint.not_kept(joint.regions(policy), _asked(policy))
     else:
-        most = checked_budget(budget, "functx.graph.remat")
-        text = f"functx.graph.remat: a budget for a graph of {len(joint.nodes)} operations"
-        with _notice.of_long_work(text):
-            again = _within(joint, most)
+        with noticed("functx.graph.remat: a budget for", gm.graph):
+            again = _within(joint, checked_budget(budget, "functx.graph.remat"))
     new = fx.GraphModule(gm, joint.rewritten(again))
     new.meta.update(gm.meta)
     return new
@@ -104,8 +103,7 @@ class Joint:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.nodes = [n for n in graph.nodes if n.op != "output"]
-        self.output = next(n for n in graph.nodes if n.op == "output")
+        *self.nodes, self.output = graph.nodes
         self.place = {n: i for i, n in enumerate(self.nodes)}
         starts = _starts(self.nodes)
         if not starts:
@@ -145,8 +143,7 @@ class Joint:
     def regions(self, policy: Any) -> dict[fx.Node, Any]:
         """For each node that is in a region, which; see NOTE [regions]."""
         for find in (_by_tag, _by_region, _by_module):
-            found = find(self.nodes)
-            if found:
+            if found := find(self.nodes):
                 return found
         if policy is None:
             raise ValueError(
@@ -233,9 +230,8 @@ def _asked(policy: Any) -> Callable[[fx.Node], bool]:
     asked = _save_policies.as_policy(policy)
 
     def keeps(node: fx.Node) -> bool:
-        args, kwargs = _given(node)
         names = frozenset(node.meta.get("custom", {}).get("functx_names", ()))
-        decision = asked.decide(Value(node.target, args, kwargs, node.meta.get("val"), names))
+        decision = asked.decide(Value(node.target, *_given(node), node.meta.get("val"), names))
         if decision is Decision.OFFLOAD:
             raise ValueError("functx.graph.remat: a graph can't offload; save or recompute.")
         return bool(decision)
@@ -243,7 +239,7 @@ def _asked(policy: Any) -> Callable[[fx.Node], bool]:
     return keeps
 
 
-def _given(node: fx.Node) -> Any:
+def _given(node: fx.Node) -> tuple[Any, Any]:
     """Positional and keyword arguments of a node, as values of the trace."""
     return fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
 
@@ -321,8 +317,7 @@ def _starts(nodes: list[fx.Node]) -> set[fx.Node]:
     """The nodes at which a run begins; see NOTE [runs]."""
     for is_backward in (_is_marked, _is_cotangent, _reads_tangents, _is_marked_by_functx):
         marked = {n for n in nodes if is_backward(n)}
-        found = {n for n in marked if n.prev not in marked}
-        if found:
+        if found := {n for n in marked if n.prev not in marked}:
             return found
     return set()
 
@@ -397,5 +392,4 @@ def _bytes(node: fx.Node) -> int:
 def _flops(node: fx.Node) -> int:
     if node.op != "call_function" or _base(node) is not None:
         return 0
-    args, kwargs = _given(node)
-    return flops_of(node.target, args, kwargs, node.meta.get("val"))
+    return flops_of(node.target, *_given(node), node.meta.get("val"))

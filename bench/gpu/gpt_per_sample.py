@@ -39,7 +39,6 @@ WAYS: dict[str, Callable[[Workload], per_sample.Run]] = {
     "functx, chunk_size=4": functools.partial(ours, chunk_size=4),
     "functx, chunk_size=1": functools.partial(ours, chunk_size=1),
     "functx, remat": functools.partial(ours, remat=True),
-    "functx, remat, passes=2": functools.partial(ours, remat=True, passes=2),
 }
 
 

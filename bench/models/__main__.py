@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 import functx
-from bench.models import apart, small
+from bench.models import apart
 from bench.models.apart import line, parts, resumed
+from functx._command import small_models
 from functx._remat import on_region
 
 DERIVATIVES = (".backward()", "functx.grad", "functx.vmap(functx.grad)")
@@ -61,18 +62,18 @@ def judge(name):
     Outcomes: ``same`` bit by bit; ``rounded``, gradients up to rounding, all else bit by bit; the
     others of `CASES` and `NO_CASES`.
     """
-    cls, config, inputs = small.find(name)
+    cls, config, inputs = small_models.find(name)
     yield cls.__name__
     for derivative in DERIVATIVES:
         try:
-            expected = _run(derivative, small.make(cls, config), inputs)
+            expected = _run(derivative, small_models.make(cls, config), inputs)
         except Exception as error:
             yield from ([derivative, way, "torch refuses", line(error)] for way in WAYS)
             continue
         if derivative == DERIVATIVES[0] and not _usable(expected[1]):
             raise ValueError("without remat, its gradients are all zero or not finite")
         for way in WAYS:
-            model = small.make(cls, config)
+            model = small_models.make(cls, config)
             yield [derivative, way, *_judge(derivative, way, model, inputs, expected)]
 
 
@@ -128,13 +129,13 @@ def _run(derivative, model, inputs):
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if derivative == DERIVATIVES[0]:
         out = model(**inputs)
-        small.loss(out).backward()
-        exact = [t.detach() for t in small.outputs(out)] + [*model.buffers()]
+        small_models.loss(out).backward()
+        exact = [t.detach() for t in small_models.outputs(out)] + [*model.buffers()]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained.values()]
     else:
 
         def loss(values, mapped):
-            return small.loss(functx.functional_call(model, values, (), inputs | mapped))
+            return small_models.loss(functx.functional_call(model, values, (), inputs | mapped))
 
         _settle(model)
         f = functx.grad(loss)

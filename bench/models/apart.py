@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 
 import torch
 
-from bench.models import small
+from functx._command.small_models import TYPES
 
 
 def line(error, length=200):
@@ -48,7 +48,7 @@ def _child(pipe, judge, name):
     logging.disable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    torch.set_default_dtype(small.DTYPE)
+    torch.set_default_dtype(torch.float64)
     try:
         for part in judge(name):
             pipe.send((True, part))
@@ -60,7 +60,7 @@ def _child(pipe, judge, name):
 def sweep(record, names, jobs):
     """Yields the record of each type, of all types if none are named."""
     with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(record, small.TYPES if names is None else names)
+        yield from pool.map(record, TYPES if names is None else names)
 
 
 def resumed(sweep, options, describe):
@@ -69,7 +69,7 @@ def resumed(sweep, options, describe):
     if file and file.exists():
         records = [json.loads(text) for text in file.read_text().splitlines()]
     known = {record["type"] for record in records}
-    names = options.types.split(",") if options.types else small.TYPES
+    names = options.types.split(",") if options.types else TYPES
     for record in sweep([name for name in names if name not in known], options.jobs):
         records.append(record)
         start = f"{len(records):4} {record['type']:28} {record['seconds']:5.1f} s"

@@ -1,24 +1,43 @@
 """Every model type of transformers as a JAX function: value and gradients, against torch's.
 
-``python -m bench.models.in_jax --jobs 2 --json FILE``. A type runs in a process of its own; a file
-of results, a line a type, is gone on with. The model is in eval mode and float64; gradients of all
-parameters of a sum over its outputs, by ``jax.jit(jax.value_and_grad(to_jax(loss)))``. A model that
-computes something in float32 inside is right to float32's rounding.
+``python -m bench.models.in_jax --jobs 2 --json FILE --page PAGE``. A type runs in a process of its
+own; a file of results, a line a type, is gone on with. The model is in eval mode and float64;
+gradients of all parameters of a sum over its outputs, by
+``jax.jit(jax.value_and_grad(to_jax(loss)))``. What the model would compute in float32 is float64
+too, in both, so that rounding hides nothing.
 """
 
 import argparse
+import statistics
+import textwrap
 import time
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 import functx
-from bench.models import apart, small
+from bench.models import apart
 from bench.models.apart import line, parts, resumed
+from functx._command import small_models
+from functx.compat._crosscheck.precision import Widened
 
 LIMIT = 300  # seconds for a type
-EXACT, ROUNDED = 1e-9, 1e-4  # of the largest number of all gradients
+EXACT = 1e-9  # of the largest number of all gradients
+MEANING = {
+    "same": "the same, to 1e-9 of the largest gradient",
+    "differs": "differs",
+    "raises": "to_jax refuses it",
+    "not judged": "torch itself gives no finite gradients",
+    "not run": "no answer",
+}
+HEADING = "## What came of it"
+# Why a type is no other, where more is known than the message says.
+KNOWN = {
+    "axk2": "topk chooses among equal scores, and torch doesn't say which",
+    "deepseek_v32": "topk chooses among equal scores, and torch doesn't say which",
+}
 
 
 def judge(name):
@@ -29,20 +48,21 @@ def judge(name):
     from functx.compat import to_jax
 
     jax.config.update("jax_enable_x64", True)
-    cls, config, inputs = small.find(name)
-    model = small.make(cls, config).eval()
+    cls, config, inputs = small_models.find(name)
+    model = small_models.make(cls, config).eval()
 
     def loss(params, given):
-        return small.loss(functx.functional_call(model, params, (), given))
+        with Widened():
+            return small_models.loss(functx.functional_call(model, params, (), given))
 
     params = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     found = {"model": cls.__name__}
-    try:
-        expected, value = functx.grad_and_value(loss)(params, inputs)
-    except Exception as error:
-        return found | {"outcome": "torch refuses", "detail": line(error, 300)}
+    leaves = {n: p.clone().requires_grad_() for n, p in params.items()}
+    value = loss(leaves, inputs)
+    gradients = torch.autograd.grad(value, [*leaves.values()], materialize_grads=True)
+    expected, value = dict(zip(params, gradients)), value.detach()
     if not all(g.isfinite().all() for g in expected.values()):
-        return found | {"outcome": "torch refuses", "detail": "gradients are not finite"}
+        return found | {"outcome": "not judged", "detail": "torch's gradients are not finite"}
     args = jax.tree.map(lambda t: jax.numpy.asarray(t.numpy()), (params, inputs))
     start = time.perf_counter()
     try:
@@ -52,8 +72,7 @@ def judge(name):
         end = time.perf_counter()
         jax_value, gradients = run(*args)
     except Exception as error:
-        detail = f"{type(error).__name__}: {line(error, 300)}"
-        return found | {"outcome": "raises", "detail": detail}
+        return found | {"outcome": "raises", "detail": line(error, 300)}
     largest = max((g.abs().max().item() for g in expected.values() if g.numel()), default=1.0)
     off = max(
         (g - torch.tensor(np.asarray(gradients[n]))).abs().max().item() / largest
@@ -61,7 +80,7 @@ def judge(name):
         if g.numel()
     )
     off = max(off, abs(value.item() - float(jax_value)) / max(1.0, abs(value.item())))
-    outcome = "same" if off <= EXACT else "rounded" if off <= ROUNDED else "differs"
+    outcome = "same" if off <= EXACT else "differs"
     seconds = {"lower": round(middle - start, 2), "compile": round(end - middle, 2)}
     return found | {"outcome": outcome, "detail": f"{off:.1e}"} | seconds
 
@@ -73,7 +92,7 @@ def _judged(name):
 def _record(name):
     """What came of a type, in a process of its own."""
     start, found = time.monotonic(), {}
-    for part in parts(_judged, name, LIMIT, "spawn"):
+    for part in parts(_judged, name, LIMIT, "fork"):
         if isinstance(part, dict):
             found = part
         elif part is not None:
@@ -87,14 +106,51 @@ def sweep(names=None, jobs=1):
     yield from apart.sweep(_record, names, jobs)
 
 
+def report(records):
+    """In Markdown: counts, what is not the same and why, times, and all names."""
+    built = [r for r in records if r["outcome"] != "not built"]
+    outcomes = Counter(r["outcome"] for r in built)
+    names = ("transformers", "torch", "jax")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    lines = [
+        f"{versions}: of {len(built)} types, {outcomes['same']} have the same "
+        "value and gradients in JAX.",
+        "",
+        "| outcome | types |",
+        "|---|---:|",
+        *(f"| {meaning} | {outcomes[outcome]} |" for outcome, meaning in MEANING.items()),
+        "",
+    ]
+    for stage in ("lower", "compile"):
+        seconds = sorted((r[stage], r["type"]) for r in built if stage in r)
+        if seconds:
+            middle, slowest = statistics.median(s for s, _ in seconds), seconds[:-4:-1]
+            slow = ", ".join(f"`{name}` {s:.0f} s" for s, name in slowest)
+            lines.append(f"- Time to {stage}: {middle:.1f} s in the median; the slowest: {slow}.")
+    lines += ["", "What is not the same:", ""]
+    for r in built:
+        if r["outcome"] != "same":
+            why = KNOWN.get(r["type"], r.get("detail", ""))
+            lines.append(f"- `{r['type']}`: {MEANING[r['outcome']]}: {why}")
+    for title, kind in (("The same", "same"), ("Not built", "not built")):
+        names = sorted(f"`{r['type']}`" for r in records if r["outcome"] == kind)
+        text = f"{title}: {', '.join(names) or 'none'}."
+        lines += ["", *textwrap.wrap(text, 100, break_on_hyphens=False)]
+    return "\n".join(lines) + "\n"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--types", help="names with commas between them; all if not given")
     parser.add_argument("--jobs", type=int, default=1, help="types that run at a time")
     parser.add_argument("--json", type=Path, help="results, to go on with and to add to")
+    parser.add_argument("--page", type=Path, help="a page to write the report into")
     options = parser.parse_args()
     records = resumed(sweep, options, lambda r: f"{r['outcome']}: {r.get('detail', '')}")
-    print(dict(Counter(record["outcome"] for record in records)))
+    print(report(records))
+    if options.page:
+        before = options.page.read_text().partition(HEADING)[0]
+        options.page.write_text(before + HEADING + "\n\n" + report(records))
 
 
 if __name__ == "__main__":

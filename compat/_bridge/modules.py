@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+import functx
+from functx.checkpoint_policies import everything_saveable
 from functx.compat._bridge.dlpack import array_from_torch
 
 Arrays = dict[str, jax.Array]
@@ -31,23 +34,45 @@ def as_module(f: Any) -> torch.nn.Module | None:
     return f if isinstance(f, torch.nn.Module) else None
 
 
-def function_of(module: torch.nn.Module) -> Callable[..., Any]:
-    """``fn(params, *args, **kwargs)``; buffers that are not among ``params`` are the module's."""
+def function_of(
+    module: torch.nn.Module, layers: Sequence[torch.nn.Module] = ()
+) -> Callable[..., Any]:
+    """``fn(params, *args, **kwargs)``; buffers that are not among ``params`` are the module's.
+
+    ``layers`` are submodules that are regions in it, whether they are or not otherwise.
+    """
 
     def call(params: Tensors, /, *args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(module, params, args, kwargs)
+        with _as_regions(module, layers):
+            return torch.func.functional_call(module, params, args, kwargs)
 
     call.__name__ = call.__qualname__ = type(module).__name__
     return call
 
 
-def function_with_buffers(module: torch.nn.Module) -> Callable[..., Any]:
+def function_with_buffers(
+    module: torch.nn.Module, layers: Sequence[torch.nn.Module] = ()
+) -> Callable[..., Any]:
     """``fn(params, buffers, *args, **kwargs)``, which returns the result and the new buffers."""
+    stateless = function_of(module, layers)
 
     def call(params: Tensors, buffers: Tensors, /, *args: Any, **kwargs: Any) -> Any:
         state = {**params, **{name: b.clone() for name, b in buffers.items()}}
-        result = torch.func.functional_call(module, state, args, kwargs)
+        result = stateless(state, *args, **kwargs)
         return result, {name: state[name].detach() for name in buffers}
 
     call.__name__ = call.__qualname__ = type(module).__name__
     return call
+
+
+@contextmanager
+def _as_regions(module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+    known = {module.get_submodule(name) for name in functx.remat_regions(module)}
+    new = [layer for layer in layers if layer not in known]
+    try:
+        if new:
+            functx.apply_remat(module, new, policy=everything_saveable)
+        yield
+    finally:
+        if new:
+            functx.remove_remat(module, new)

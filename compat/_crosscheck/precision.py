@@ -165,8 +165,8 @@ def _of_leaf(
     scale = _magnitude(a if r is None else r)
     if scale <= _ZERO * top and (r is not None or ours.dtype in (torch.float64, torch.complex128)):
         scale = _OF_ZEROS * top
-    scale = scale or 1.0
     eps = torch.finfo(ours.dtype).eps if inexact else 1.0
+    scale = scale if scale * eps else 1.0  # which vanishes for the smallest numbers too
     absolute = _largest(a, b)
     errors = [None if r is None else _largest(x, r) / scale for x in (a, b)]
     allowed = (RTOL[ours.dtype] if rtol is None else rtol) if inexact else 0.0

@@ -112,7 +112,12 @@ class _Signature:
         def flat(*arrays: Any) -> list[Any]:
             given = iter(arrays)
             args, kwargs = jax.tree_util.tree_unflatten(in_tree, [x.value(given) for x in leaves])
-            outs, self.out_tree = jax.tree_util.tree_flatten(g(*args, **kwargs))
+            try:
+                outs, self.out_tree = jax.tree_util.tree_flatten(g(*args, **kwargs))
+            except TypeError as error:
+                if "must be Tensor, not" in str(error):
+                    error.add_note(f"from_jax takes JAX functions, and {name} calls torch")
+                raise
             outs = [_result(out, name) for out in outs]
             self.decoders = [decoder(out) for out in outs]
             return [encode(out) for out in outs]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from functx.compat._bridge import ENABLE_X64, to_jax_dtype
 from functx.compat._jax import RECOMPUTED
 from functx.compat._to_jax.custom_rule import apply_custom_function
 from functx.compat._to_jax.rules.table import lookup, names_of
+from functx.compat._to_jax.scan import Layers
 from functx.compat._to_jax.source_lines import at_source
 from functx.compat._to_jax.trace.hand_over import AGAIN
 from functx.compat._to_jax.trace.nodes import body_of, custom_function_of, is_region, tensors_of
@@ -82,6 +83,8 @@ class Interpreter:
         rng: the random key of the whole program, if any; each draw folds its number into it.
         stops: whether derivatives stop where torch stops them.
         saved: names under which ``jax.checkpoint`` saves values of the graph being run.
+        layers: by the node of each call in it, the run of layers that becomes one loop.
+        numbers: of random draws, where a loop gives them.
     """
 
     observe: Observe | None = None
@@ -89,6 +92,8 @@ class Interpreter:
     rng: Any = None
     stops: bool = True
     saved: Mapping[Node, tuple[str, ...]] = field(default_factory=dict)
+    layers: Mapping[Node, Layers] = field(default_factory=dict)
+    numbers: Mapping[Node, Any] = field(default_factory=dict)
 
     def run(self, module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
         """Evaluate a graph.
@@ -108,6 +113,9 @@ class Interpreter:
                 env[node] = next(feed)
             elif node.op == "call_function":
                 names = names_of_node(node) + saved.get(node, ())
+                if node in self.layers:
+                    self._layers(self.layers[node], env)
+                    continue
                 with jax.named_scope(RECOMPUTED) if node.meta.get(AGAIN) else nullcontext():
                     env[node] = self._call(node, env, names)
             elif node.op == "output":
@@ -138,9 +146,24 @@ class Interpreter:
             )
         return apply_rule(node, args, kwargs, self._key(node))
 
+    def _layers(self, layers: Layers, env: dict[Node, Any]) -> None:
+        """All calls of a run, at the first of them."""
+        first = layers.calls[0]
+        if first in env:
+            return
+
+        def call(operands: list[Any], numbers: Mapping[Node, Any]) -> tuple[Any, ...]:
+            return replace(self, numbers=numbers)._region(first, operands)
+
+        given = [
+            [env.get(n) if isinstance(n, Node) else n for n in c.args[1:]] for c in layers.calls
+        ]
+        for node, results in zip(layers.calls, layers.run(given, call)):
+            env[node] = named(results, *names_of_node(node))
+
     def _key(self, node: Node) -> Any:
         # By the number of the draw: a region that runs again, or is replayed, draws the same.
-        number = node.meta.get("functx_draw")
+        number = self.numbers.get(node, node.meta.get("functx_draw"))
         if self.rng is None or number is None:
             return None
         return partial(jax.random.fold_in, self.rng, number)
@@ -154,7 +177,14 @@ class Interpreter:
         saved: Mapping[Node, tuple[str, ...]] | None = None,
     ) -> list[Any]:
         """Run the graph of something inside this one."""
-        inner = Interpreter(self.observe, self.depth + 1, rng, self.stops and stops, saved or {})
+        inner = replace(
+            self,
+            depth=self.depth + 1,
+            rng=rng,
+            stops=self.stops and stops,
+            saved=saved or {},
+            layers={},
+        )
         return inner.run(graph, inputs)
 
     def _region(self, node: Node, operands: list[Any]) -> tuple[Any, ...]:

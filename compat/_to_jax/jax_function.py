@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.export import ExportedProgram
 
+from functx._submodules import Where, find
 from functx.compat._bridge import (
     array_from_torch,
     as_module,
@@ -34,6 +35,7 @@ from functx.compat._jax import x64_enabled
 from functx.compat._to_jax.environment import device_of, environment_of
 from functx.compat._to_jax.interpreter import Interpreter, Observe
 from functx.compat._to_jax.refusals import check
+from functx.compat._to_jax.scan import layers_of
 from functx.compat._to_jax.trace.trace import FunctionalGraph, Spec, trace
 from functx.compat._torch import TRACING, original_of
 from functx.compat.random._draws import lowering
@@ -48,6 +50,7 @@ def to_jax(
     *,
     rng: bool = False,
     buffers: bool = False,
+    scan: bool | Where = False,
 ) -> Any:
     """Turn a torch function, module or exported program into a JAX function.
 
@@ -79,6 +82,10 @@ def to_jax(
             Within ``f`` draws repeat where torch's would: at a generator's restored state.
         buffers: whether a module's buffers are arguments and results too.  Needed where it writes
             to them (the running statistics of normalisation layers in training).
+        scan: whether regions of the same code that follow each other become one ``lax.scan`` over
+            their stacked parameters, which is traced and compiled once.  Of a module it may say
+            which submodules, as for :func:`functx.apply_remat` (``"layers.*"``): these need not be
+            regions otherwise, and nothing is recomputed then.
 
     Returns:
         For a function, the JAX function.  For a module the pair ``(params, fn)``: its parameters by
@@ -89,7 +96,7 @@ def to_jax(
 
     Raises:
         TypeError: if ``f`` is not callable; at a call, if given a torch tensor.
-        ValueError: for ``buffers`` without a module.
+        ValueError: for ``buffers`` without a module, or submodules to ``scan`` of none.
         LoweringError: at the first call with a new signature, if the function can't be expressed:
             the message lists every operation without a rule.
 
@@ -113,11 +120,17 @@ def to_jax(
     module = as_module(f)
     if module is not None:
         params, state = state_of(module)
-        if buffers:
-            return params, state, Lowered(function_with_buffers(module), rng)
-        return params, Lowered(function_of(module), rng)
+        make = function_with_buffers if buffers else function_of
+        layers = [] if isinstance(scan, bool) else [*find(module, scan, "to_jax").values()]
+        lowered = Lowered(make(module, layers), rng, scan is not False)
+        return (params, state, lowered) if buffers else (params, lowered)
     if buffers:
         raise ValueError("to_jax(f, buffers=True) is for modules: a function has no buffers")
+    if not isinstance(scan, bool):
+        raise ValueError(
+            "to_jax(f, scan=WHERE) is for modules. Of a function, make the layers regions: "
+            "functx.apply_remat(model, WHERE), and pass scan=True"
+        )
     if isinstance(f, jax.Array | torch.Tensor) or not callable(f):
         raise TypeError(
             f"to_jax takes a torch function, module or exported program, not {type(f).__name__};"
@@ -125,7 +138,7 @@ def to_jax(
         )
     if str(getattr(f, "__module__", "")).split(".")[0] == "jax":
         raise TypeError(f"to_jax takes a torch function; {f!r} is one of JAX's: call it as it is")
-    return Lowered(f, rng)
+    return Lowered(f, rng, scan)
 
 
 @dataclass(frozen=True)
@@ -153,9 +166,10 @@ class Signature:
 class Lowered:
     """A torch function as a JAX function; see :func:`to_jax`."""
 
-    def __init__(self, f: Callable[..., Any], rng: bool = False) -> None:
+    def __init__(self, f: Callable[..., Any], rng: bool = False, scan: bool = False) -> None:
         self.__wrapped__ = f
         self._rng = rng
+        self._scan = scan
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self.__doc__ = getattr(f, "__doc__", None)
         self._programs: dict[tuple[Hashable, Hashable], Signature] = {}
@@ -212,7 +226,7 @@ class Lowered:
                 self._programs.clear()
                 self._arrays.clear()
             device = device_of(environment)
-            found = _trace(self.__wrapped__, leaves, kinds, tree, self._rng, device)
+            found = _trace(self.__wrapped__, leaves, kinds, tree, self._rng, device, self._scan)
             self._programs[key] = found
             if traces == _MANY_TRACES:
                 warnings.warn(
@@ -285,6 +299,7 @@ def _trace(
     tree: Any,
     rng: bool,
     device: str,
+    scan: bool,
 ) -> Signature:
     out_leaves: list[tuple[bool, Any]] = []
     out_tree: Any = None
@@ -322,7 +337,11 @@ def _trace(
     for spec in specs:
         to_jax_dtype(spec.dtype)
 
+    layers, why = layers_of(program.module.graph) if scan else ({}, "")
+    if scan and not layers:
+        warnings.warn(f"to_jax: no two layers of {name} become one scan: {why}", stacklevel=5)
+
     def run(inputs: Sequence[Any], captures: Sequence[Any], key: Any) -> list[Any]:
-        return Interpreter(rng=key).run(program.module, [*inputs, *captures])
+        return Interpreter(rng=key, layers=layers).run(program.module, [*inputs, *captures])
 
     return Signature(program, tuple(out_leaves), out_tree, jax.jit(run, inline=True))

@@ -9,6 +9,8 @@ import importlib.util
 import operator
 import re
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,11 +34,25 @@ def status(command: str, run: Callable[[Any], int], options: argparse.Namespace)
     except CommandError as error:
         said = str(error)
     except Exception as error:
+        if getattr(options, "traceback", False):
+            raise
         # One note of JAX's is about tracebacks, of which there are none here.
         notes = [n for n in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in n]
-        said = "\n".join([f"{type(error).__name__}: {error}", *notes])
+        line = _line_of(error)
+        said = "\n".join([f"{type(error).__name__}: {error}", *notes, *line])
     print(f"functx {command}: {said}", file=sys.stderr)
     return FAILED
+
+
+def _line_of(error: Exception) -> list[str]:
+    """The innermost line of the user's that raised an error, for a message."""
+    packages = [importlib.import_module(name) for name in ("torch", "functx", "functx.compat")]
+    folders = [str(Path(str(package.__file__)).parent) for package in packages]
+    libraries = (*folders, sysconfig.get_path("purelib"))
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [f for f in frames if not f.filename.startswith((*libraries, "<"))]
+    users = [f for f in users if Path(f.filename).name != "functx"]  # the program
+    return [f"at {f.filename}:{f.lineno} in {f.name} (--traceback shows all)" for f in users[-1:]]
 
 
 def write(path: Path | None, writer: Callable[[Path], Any]) -> None:
@@ -56,7 +72,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "function",
         metavar="MODULE:NAME",
         help="the function or module: a Python module or a .py file, a colon, and the name in it; "
-        "a class of modules is called without arguments",
+        "a class of modules is called without arguments; hf:NAME is a model type or class of "
+        "Hugging Face transformers at a small size, with inputs that it takes, in eval mode",
     )
     parser.add_argument(
         "--inputs",
@@ -72,6 +89,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the arguments: 'float32[4,3]' is a tensor of normal numbers of that shape, "
         "'int64[5]<10' of integers below 10, anything else a Python literal",
     )
+    parser.add_argument(
+        "--traceback", action="store_true", help="show all of an error, not its message alone"
+    )
     parser.add_argument("--seed", type=int, default=0, help="torch.manual_seed (default: 0)")
 
 
@@ -84,6 +104,8 @@ def found(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, 
     if options.inputs is not None and options.args is not None:
         raise CommandError("--inputs and --args both say what the arguments are; give one of them")
     torch.manual_seed(options.seed)
+    if options.function.startswith("hf:"):
+        return *_of_hugging_face(options.function[3:]), {}
     module, f = _named(options.function, None)
     if isinstance(f, type) and issubclass(f, torch.nn.Module):
         try:
@@ -94,6 +116,17 @@ def found(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, 
                 " a variable that holds the module"
             ) from None
     return f, *_inputs(options, module)
+
+
+def _of_hugging_face(name: str) -> tuple[Any, tuple[Any, ...]]:
+    try:
+        from functx._command.small_models import loss_of
+    except ImportError as error:
+        raise CommandError(f"hf:{name} needs transformers: {error}") from None
+    try:
+        return loss_of(name)
+    except (LookupError, ValueError) as error:
+        raise CommandError(f"hf:{name}: {error}") from None
 
 
 def literal(text: str) -> Any:

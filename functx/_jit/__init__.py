@@ -5,6 +5,7 @@ kept. What the function reads otherwise than through its arguments (`state`) bec
 graph. Gradients from outside are jitted functions, too (`rules`).
 """
 
+from functx._jit.backends import noticed as noticed
 from functx._jit.jitted import is_compiled as is_compiled
 from functx._jit.jitted import jit as jit
 from functx._jit.state import reached as reached

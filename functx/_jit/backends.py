@@ -10,13 +10,16 @@ read by the next one, unless it is a forward's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from functx import _notice, _torch
+from functx import _torch
 from functx._jit.tracing import Traced
 from functx._storages import LiveStorages
 from functx._torch import compiler
@@ -36,8 +39,7 @@ def compiled(traced: Traced, backend: Any, dynamic: bool) -> Callable[[list[Any]
     """What runs a graph: from a list of tensors and sizes, which it empties, to its results."""
     module, examples = traced.module(), traced.examples()
     _note_stages(module.graph)
-    text = f"functx.jit: compiling a graph of {len(module.graph.nodes)} operations"
-    with _notice.of_long_work(text), torch.no_grad():
+    with noticed("functx.jit: compiling", module.graph), torch.no_grad():
         if backend == "inductor":
             boxed = compiler.inductor(module, examples, INDUCTOR)
         elif isinstance(backend, str):
@@ -57,6 +59,19 @@ def compiled(traced: Traced, backend: Any, dynamic: bool) -> Callable[[list[Any]
             return [*boxed(args)]
 
     return call
+
+
+@contextmanager
+def noticed(what: str, graph: fx.Graph) -> Iterator[None]:
+    """Say on stderr what is being done to a graph, if it takes more than two seconds."""
+    text = f"{what} a graph of {len(graph.nodes)} operations ...\n"
+    timer = threading.Timer(2.0, sys.stderr.write, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from torch import nn
 
@@ -20,12 +20,25 @@ from functx._remat.region import Options, Plans
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@overload
-def remat(f: F, **said: Unpack[_validate.RematOptions]) -> F: ...
+class RematOptions(TypedDict, total=False):
+    """The keyword arguments of `remat`."""
+
+    policy: Any
+    static_argnums: int | Sequence[int]
+    static_argnames: str | Sequence[str]
+    preserve_rng_state: bool | Literal["all"]
+    determinism_check: Literal["default", "none"]
+    debug: bool
+    budget: Any
+    prevent_cse: bool
 
 
 @overload
-def remat(f: None = None, **said: Unpack[_validate.RematOptions]) -> Callable[[F], F]: ...
+def remat(f: F, **said: Unpack[RematOptions]) -> F: ...
+
+
+@overload
+def remat(f: None = None, **said: Unpack[RematOptions]) -> Callable[[F], F]: ...
 
 
 def remat(
@@ -104,22 +117,13 @@ def remat(
     return (lambda f: _rematted(f, options)) if f is None else _rematted(f, options)
 
 
-def checked_options(
-    *,
-    policy: Any = None,
-    preserve_rng_state: bool | str = True,
-    determinism_check: str = "default",
-    debug: bool = False,
-    budget: Any = None,
-    static: Any = None,
-) -> Options:
+def checked_options(policy: Any = None, budget: Any = None, **said: Any) -> Options:
     """What the caller asked for; a ``TypeError`` or ``ValueError`` if no region can do it."""
-    for option, value, known in (
-        ("determinism_check", determinism_check, ("default", "none")),
-        ("preserve_rng_state", preserve_rng_state, (True, False, "all")),
-    ):
-        if value not in known:
-            raise ValueError(f"remat: {option} is {value!r}, expected one of {known}.")
+    options = Options(**said)
+    known = {"determinism_check": ("default", "none"), "preserve_rng_state": (True, False, "all")}
+    for option, values in known.items():
+        if (value := getattr(options, option)) not in values:
+            raise ValueError(f"remat: {option} is {value!r}, expected one of {values}.")
     if getattr(policy, "is_functx_plan", False):
         if budget is not None:
             raise ValueError("remat: a plan is a policy with a budget; don't give another budget.")
@@ -131,16 +135,9 @@ def checked_options(
     policy = _save_policies.as_policy(policy)
     if policy == _save_policies.Everything(False):
         policy = None
-    return Options(
-        policy=policy,
-        preserve_rng_state=preserve_rng_state,
-        determinism_check=determinism_check,
-        debug=bool(debug),
-        contexts=_save_policies.as_contexts(policy),
-        budget=budget,
-        plans=None if budget is None else Plans(),
-        static=static,
-    )
+    plans = None if budget is None else Plans()
+    contexts = _save_policies.as_contexts(policy)
+    return replace(options, policy=policy, contexts=contexts, budget=budget, plans=plans)
 
 
 class Rematted(Wrapper):
@@ -173,7 +170,11 @@ class Rematted(Wrapper):
 def _rematted(f: Any, options: Options) -> Any:
     options = replace(options, name=_validate.name_of(f))
     if isinstance(f, nn.Module):
-        _validate.check_has_forward(f)
+        if not _validate.has_forward(f):
+            raise TypeError(
+                f"remat: a {type(f).__name__} has no forward of its own. Make a region of each of "
+                "its modules: functx.apply_remat(model, 'layers.*'), or a loop with functx.remat."
+            )
         return remat_module(f, options)
     if isinstance(f, (staticmethod, classmethod)):
         return type(f)(_rematted(f.__func__, options))

@@ -50,10 +50,6 @@ class Frame:
             functionalize = _torch.functionalize_interpreter(interpreter)
             self.reapply_views = functionalize.functionalizeAddBackViews()
 
-    def kind_and_size(self) -> tuple[Any, ...]:
-        """What a level like it has in common with it."""
-        return self.kind, self.size, self.randomness
-
     def enter(self) -> int:
         """Enter such a level; returns its number."""
         if self.kind is GRAD:

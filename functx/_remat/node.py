@@ -58,14 +58,18 @@ class RegionNode(_torch.SingleLevelFunction):
             raise departures.modified(payload.region, error) from error
         if payload.level:
             saved = [levels.alive(t) for t in saved]
-            for t, (shape, version) in zip(saved, payload.versions):
-                if levels.base_of(t)._version != version:
-                    raise departures.modified(payload.region, None, shape)
+            for t, version, before in zip(saved, _versions(saved), payload.versions):
+                if version != before:
+                    raise departures.modified(payload.region, None, t.shape)
         needs = ctx.needs_input_grad[3:]
         if len(needs) > 1:
             needs = [n and _is_asked(e[0]) for n, e in zip(needs, ctx.next_functions)]
         grads = pullback.pull_back(payload, [*saved], cotangents, needs)
         return (None, None, None, *grads)
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    return [0 if t.is_inference() else t._version for t in map(levels.base_of, tensors)]
 
 
 def _is_asked(node: Any) -> bool:
@@ -117,7 +121,7 @@ def attach(
     payload.requiring = [*requiring, *range(len(values), len(values) + len(leaves))]
     payload.wanted = [i for i, r in enumerate(required) if r]
     saved = [*values, *leaves, *kept]
-    payload.versions = [(t.shape, levels.base_of(t)._version) for t in saved] if level else []
+    payload.versions = _versions(saved) if level else []
     behind = [results[i] for i in payload.wanted]
     n_returned = sum(i < len(region.results) for i in payload.wanted)
     shared = [False] * len(behind) if level else _sharing(behind, inputs, n_returned)

@@ -54,7 +54,7 @@ def key_of(region: Region, inputs: Inputs) -> Any:
     options = region.options
     return (
         *(region.identity, options.early_stop, options.preserve_rng_state, region.settings.norms),
-        *(tuple([frame.kind_and_size() for frame in region.frames]), tuple(inputs.kinds)),
+        *(tuple([(f.kind, f.size, f.randomness) for f in region.frames]), tuple(inputs.kinds)),
     )
 
 

@@ -30,7 +30,7 @@ def pull_back(
         return [None] * len(payload.requiring)
     n, m = payload.n_values, payload.n_values + payload.n_leaves
     body = RegionPullback(payload, saved[n:m], [payload.wanted[i] for i in given], asked)
-    flat = saved[:n] + saved[m:] + [levels.alive(cotangents[i]) for i in given]  # type: ignore[arg-type]
+    flat = saved[:n] + saved[m:] + [levels.alive(cotangents[i]) for i in given]
     outer, since = listening(), graphs.last_node()
     if outer is not None:
         outer.asleep = True

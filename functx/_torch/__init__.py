@@ -198,9 +198,9 @@ def transforming() -> bool:
     return peek_interpreter() is not None or tracing()
 
 
-def alive(t: torch.Tensor) -> torch.Tensor:
-    """The value inside of wrappers whose levels have ended."""
-    while (value := unwrap_if_dead(t)) is not t:
+def alive(t: Any) -> Any:
+    """The value inside of wrappers whose levels have ended, of a tensor; all else as it is."""
+    while isinstance(t, torch.Tensor) and (value := unwrap_if_dead(t)) is not t:
         t = value
     return t
 

@@ -15,6 +15,7 @@ from torch.utils import checkpoint as _checkpoint
 
 from functx import _torch
 from functx._lines import is_internal, line_of, where
+from functx._validate import name_of
 
 _eval_frame = torch._C._dynamo.eval_frame
 _profiler: Any = torch._C._profiler
@@ -70,12 +71,15 @@ def exporting() -> bool:
 tell._dynamo_marked_constant = exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def told(f: F, name: str = "") -> F:
-    """``f`` as `uncompiled`; and the compiler `tell`s so."""
-    uncompiled(f)
-    name = name or f"functx.{f.__name__}"
+def told(f: F, like: Any = None) -> F:
+    """``f`` as `uncompiled`, and the compiler `tell`s so; with the name of what it is made of.
 
-    @functools.wraps(f, updated=())
+    (Only the name and the like: attributes of a module are its parameters.)
+    """
+    uncompiled(f)
+    name = f"functx.{f.__name__}" if like is None else name_of(like)
+
+    @functools.wraps(f if like is None else like, updated=())
     def telling(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             tell(name)

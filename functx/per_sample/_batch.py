@@ -1,15 +1,8 @@
 """The arguments of one call: which leaves hold one entry an example, and slices of them.
 
-``in_dims`` means what it means to :func:`torch.func.vmap`: an int for all arguments, or a tuple
-with a pytree prefix of ints and ``None`` for each. Left out, the differentiated arguments are
-shared and every other tensor has its examples along dimension 0. Keyword arguments are shared, as
-there.
-
-An iterator of batches in the place of the examples stands for the batch they make together.
-
-Random numbers are those of ``vmap`` whatever the chunks are: ``"error"`` forbids them,
-``"different"`` draws for each example, ``"same"`` gives every example the same numbers: each chunk
-starts from the state in which the first one started.
+Random numbers are those of ``vmap`` whatever the chunks are: ``"error"`` also forbids them to one
+example that runs without it, and for ``"same"`` each chunk starts from the state in which the first
+one started.
 """
 
 from __future__ import annotations
@@ -23,7 +16,7 @@ import torch
 
 from functx import _torch, _tree
 from functx._validate import describe
-from functx._vmap import vmap_by_keys
+from functx._vmap import use_mapped_masks
 
 InDims = int | tuple[Any, ...] | list[Any] | None
 
@@ -56,7 +49,7 @@ class Batch:
     def zeros(self) -> Batch:
         """One example of zeros, like those that are missing."""
         leaves = self._each(
-            lambda leaf, dim: leaf.new_zeros(*leaf.shape[:dim], 1, *leaf.shape[dim + 1 :])
+            lambda leaf, dim: leaf.new_zeros(shape_of_one(leaf, dim)).unsqueeze(dim)
         )
         return replace(self, leaves=leaves, size=1, start=0, whole=(0, 1))
 
@@ -71,32 +64,23 @@ class Batch:
 
     @property
     def alone(self) -> bool:
-        """Whether this is one example, which `map` runs as it is."""
+        """Whether this is one example, which runs as it is, without the limitations of ``vmap``."""
         return self.size == 1 and not _torch.transforming()
 
     def map(self, func: Callable[..., Any], randomness: str) -> Any:
-        """``func`` of each example, leaves of shape ``(c, ...)``: by ``vmap``, but for one alone.
+        """``func`` of each example, leaves of shape ``(c, ...)``: by ``vmap``, or of one alone."""
 
-        One example alone runs as it is, without the limitations of ``vmap``.
-        """
-        if self.alone:
-            leaves = self._each(lambda leaf, dim: leaf.select(dim, 0))
-            # Only the first example of a call pays for looking at every operation.
-            with _allowed(randomness, first=self.start == 0):
-                result = func(*_tree.unflatten(self.spec, leaves), **self.kwargs)
-            return _tree.map_(lambda leaf: leaf.unsqueeze(0), result)
-        mapped = [number for number, dim in enumerate(self.dims) if dim is not None]
-
-        def example(*rows: torch.Tensor) -> Any:
-            leaves = list(self.leaves)
-            for number, row in zip(mapped, rows):
-                leaves[number] = row
+        def example(*leaves: Any) -> Any:
             return func(*_tree.unflatten(self.spec, leaves), **self.kwargs)
 
-        in_dims = tuple(self.dims[number] for number in mapped)
-        rows = [self.leaves[number] for number in mapped]
+        if self.alone:
+            # Only the first example of a call pays for looking at every operation.
+            with _allowed(randomness, first=self.start == 0):
+                result = example(*self._each(lambda leaf, dim: leaf.select(dim, 0)))
+            return _tree.map_(lambda leaf: leaf.unsqueeze(0), result)
+        use_mapped_masks()
         try:
-            return vmap_by_keys(example, in_dims=in_dims, randomness=randomness)(*rows)
+            return torch.func.vmap(example, tuple(self.dims), randomness=randomness)(*self.leaves)
         except RuntimeError as error:
             if "randomness error mode" in str(error):
                 error.add_note("per_sample: give it randomness='different', or 'same'.")
@@ -108,10 +92,14 @@ class Batch:
         def of(leaf: Any, dim: int | None) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return type(leaf)
-            shape = leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
-            return shape, leaf.dtype, leaf.device, dim
+            return shape_of_one(leaf, dim), leaf.dtype, leaf.device, dim
 
         return self.spec, self.positions, *map(of, self.leaves, self.dims)
+
+
+def shape_of_one(leaf: torch.Tensor, dim: int | None) -> torch.Size:
+    """The shape of a leaf for one example, of which ``dim`` holds all."""
+    return leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
 
 
 @dataclass(frozen=True)
@@ -265,27 +253,18 @@ def restore_random_state(saved: list[torch.Tensor]) -> None:
         torch.cuda.set_rng_state_all(saved[1:])
 
 
-class Inspection(_torch.TorchDispatchMode):
-    """Shows each operation and its arguments to a function, which raises for what is refused."""
+class _RefuseGenerators(_torch.TorchDispatchMode):
+    """Forbids draws from a generator that is handed over: its state is not ours to compare."""
 
     only_observes = True
-
-    def __init__(self, look: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        super().__init__()
-        self._look = look
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._look(func, args, kwargs)
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            raise RuntimeError(_FORBIDDEN)
         return func(*args, **kwargs)
-
-
-def _refuse_generators(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forbids draws from a generator that is handed over: its state is not ours to compare."""
-    if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-        raise RuntimeError(_FORBIDDEN)
 
 
 @contextmanager
@@ -298,7 +277,7 @@ def _allowed(randomness: str, first: bool) -> Iterator[None]:
         yield
         return
     before = random_state()
-    with Inspection(_refuse_generators) if first else nullcontext():
+    with _RefuseGenerators() if first else nullcontext():
         yield
     if not all(map(torch.equal, before, random_state())):
         restore_random_state(before)

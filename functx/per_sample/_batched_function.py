@@ -16,9 +16,8 @@ from functx import _validate
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, Counted, InDims, batch_of, kept_rows, split_batches
 from functx.per_sample._chunks import Chunks, Reduction
-from functx.per_sample._module_loss import identity, module_loss, trainable
+from functx.per_sample._module_loss import module_loss, trainable
 
-MakeReduction = Callable[[Batch], Reduction]
 Func = Callable[..., Any] | torch.nn.Module | tuple[torch.nn.Module, Callable[..., Any]]
 
 _LOCK = threading.Lock()
@@ -29,27 +28,24 @@ _LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.We
 class BatchedFunction:
     """A function of one example, and the options that all functions of ``per_sample`` have."""
 
-    api: str  # the name for error messages
     func: Any  # once checked, one that takes the parameters of a module first
     argnums: Argnums | None  # None where nothing is differentiated
     in_dims: InDims
-    chunk_size: int | None
-    budget: int | float | str | None
-    randomness: str
+    chunks: Chunks
     outputs: bool = False  # whether any tensors may be returned, and a module needs no criterion
     has_aux: bool = False
     compiled: Any = None  # runs chunks compiled, if that was asked for
-    # What was measured, by signatures of batches: whether factors are worth looking for, and
-    # whether two passes are the better way.
-    hints: dict[Any, bool] = field(default_factory=dict)
+    # Whether factors of gradients are worth looking for, by signatures of batches.
+    worth_factors: dict[Any, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        api, func = self.api, self.func
+        self.api, func = self.chunks.api, self.func
+        api = self.api
         self._module: torch.nn.Module | None = None
+        if isinstance(func, torch.nn.Module) and self.outputs:
+            func = func, lambda output, *targets: output
         if isinstance(func, (tuple, list)) and len(func) == 2:
             self._module, self.func = func[0], module_loss(func[0], func[1], self.outputs)
-        elif isinstance(func, torch.nn.Module) and self.outputs:
-            self._module, self.func = func, module_loss(func, identity, outputs=True)
         elif isinstance(func, torch.nn.Module) and self.argnums is not None:
             raise TypeError(
                 f"{api}: got the module {type(func).__name__} alone; pass a pair (module, "
@@ -68,33 +64,14 @@ class BatchedFunction:
                     f"{api}: in_dims of a module must be a tuple, an entry for each argument"
                 )
             self.in_dims = None if self.in_dims is None else (None, *self.in_dims)
-        if self.randomness not in ("error", "different", "same"):
-            raise RuntimeError(
-                f"{api}: randomness must be 'error', 'different' or 'same', got {self.randomness!r}"
-            )
-        if self.chunk_size is not None and self.budget is not None:
-            raise ValueError(
-                f"{api}: chunk_size and budget exclude each other, got {self.chunk_size} "
-                f"and {self.budget}"
-            )
-        size = self.chunk_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-            raise TypeError(f"{api}: chunk_size must be an int, got {size!r}")
-        if size is not None and size <= 0:
-            raise ValueError(f"{api}: chunk_size should be greater than 0, got {size}")
-        if self.budget is not None:
-            self.budget = _validate.checked_budget(self.budget, api)
-        self._chunks = Chunks(api, self.chunk_size, self.budget, self.randomness)
 
-    def over_batch(
-        self, make: MakeReduction, finish: Callable[[Any], Any] = lambda result: result
-    ) -> Callable[..., Any]:
-        """A function of a batch: what `finish` makes of a reduction's result."""
+    def over_batch(self, make: Callable[[Batch], Reduction]) -> Callable[..., Any]:
+        """A function of a batch: the result of a reduction."""
 
         @functools.wraps(self.func, updated=())
         def of_batch(*args: Any, **kwargs: Any) -> Any:
             with self.arguments(args) as args:
-                return finish(self.run(make, args, kwargs))
+                return self.run(make, args, kwargs)
 
         return of_batch
 
@@ -127,7 +104,9 @@ class BatchedFunction:
         chosen = tuple(args[position] for position in batch.positions)
         return chosen[0] if isinstance(self.argnums, int) else chosen
 
-    def run(self, make: MakeReduction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, make: Callable[[Batch], Reduction], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The result of the reduction that ``make`` makes for the first batch."""
         is_padding = kwargs.pop("is_padding_example", None)
         batches = split_batches(args)
@@ -148,7 +127,7 @@ class BatchedFunction:
             self._check_whole(batch)
             if batch.size:
                 batch = replace(batch, start=seen, whole=(seen, batch.size))
-                self._chunks.run(batch, reduction, make_again)
+                self.chunks.run(batch, reduction, make_again)
             seen += batch.size
         if reduction is None:
             raise ValueError(f"{self.api}: the iterator has no batch")
@@ -159,7 +138,7 @@ class BatchedFunction:
 
     def _check_whole(self, batch: Batch) -> None:
         """Raises ``ValueError`` for parameters that are spread over processes."""
-        if self._module is not None and 1 in (batch.size, self.chunk_size):
+        if self._module is not None and 1 in (batch.size, self.chunks.chunk_size):
             return
         if any(type(leaf).__name__ == "DTensor" for leaf in batch.leaves):
             raise ValueError(

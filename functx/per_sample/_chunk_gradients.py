@@ -4,88 +4,71 @@ A gradient of one parameter is complete when all uses of the parameter have been
 handed to `Arrivals` there and then: what these do not keep never exists together with the gradients
 of the other parameters. (A node on every *use*, as hooks on modules are, would see parts of a
 gradient; the norm of a sum is no sum of norms.)
-
-Several examples are mapped with ``vmap``. One example alone runs as it is, and if nothing could
-differentiate the result, in plain autograd.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from functx import _torch, _tree, _validate
+from functx import _torch, _transforms, _tree, _validate
+from functx._errors import TracingError
+from functx._jit import jit
 from functx._reverse_mode import Pullback, record
 from functx.per_sample._batch import Batch, random_state, restore_random_state
 from functx.per_sample._batched_function import BatchedFunction
-from functx.per_sample._chunks import is_out_of_memory
+from functx.per_sample._chunks import followed, is_out_of_memory, warn
 from functx.per_sample._outer_products import KeepFactors, rows_of
 from functx.per_sample._sums import Factored, Rows, squared_norms
 
 # Factors are looked for where they spare this much of all gradients' numbers.
 _WORTH = 0.2
+# Examples of so many shapes are compiled for; after that it takes longer than it spares.
+_SHAPES = 8
 
 
 @dataclass
 class Arrivals:
-    """The gradients of one chunk as they arrive: squared norms by group, and what is kept.
+    """The gradients of one chunk as they arrive: squared norms by group, and what is kept."""
 
-    Attributes:
-        groups: For each leaf the number of its group; ``None`` where no norms are taken.
-        dtype: The dtype of squared norms.
-        keeps: Gradients of these types are kept.
-        values: The losses, of shape ``(c,)``.
-        aux: The auxiliary outputs, leaves of shape ``(c, ...)``; ``None`` without ``has_aux``.
-    """
-
-    groups: list[int] | None
-    dtype: torch.dtype
-    keeps: tuple[type, ...]
-    values: Any = field(init=False)
-    aux: Any = field(init=False)
+    groups: list[int] | None  # for each leaf the number of its group; None where no norms are taken
+    dtype: torch.dtype  # of squared norms
+    keeps: bool  # whether gradients are kept
+    factors: bool  # whether they may be known by factors
+    values: Any = field(init=False)  # the losses, of shape (c,)
+    aux: Any = field(init=False)  # leaves of shape (c, ...)
     squares: dict[int, torch.Tensor] = field(init=False, default_factory=dict)  # by group
     kept: dict[int, Rows] = field(init=False, default_factory=dict)  # by leaf
-    dropped: list[int] = field(init=False, default_factory=list)  # leaves
-    _numbers: int = field(init=False, default=0)  # of gradients
-    _spared: int = field(init=False, default=0)  # of gradients known by their factors
+    numbers: int = field(init=False, default=0)  # of all gradients
+    spared: int = field(init=False, default=0)  # of gradients known by their factors
 
     def gradient(self, leaf: int, rows: Rows) -> None:
         """Take the gradients by one leaf, of shape ``(c, *leaf.shape)``."""
         if self.groups is not None:
             group, square = self.groups[leaf], squared_norms(rows, self.dtype)
             self.squares[group] = self.squares[group] + square if group in self.squares else square
-        self._numbers += rows.shape.numel()
-        self._spared += rows.shape.numel() * isinstance(rows, Factored)
-        if isinstance(rows, self.keeps):
+        self.numbers += rows.shape.numel()
+        self.spared += rows.shape.numel() * isinstance(rows, Factored)
+        if self.keeps:
             self.kept[leaf] = rows
-        else:
-            self.dropped.append(leaf)
-
-    @property
-    def factors(self) -> bool:
-        """Whether gradients may be known by factors."""
-        return self.keeps != (torch.Tensor,)
-
-    def worth_factors(self) -> bool:
-        """Whether enough gradients were known by factors."""
-        return self._spared >= _WORTH * self._numbers
 
 
 def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals) -> Arrivals:
     """Runs the loss on each example, and hands over the gradients to new ``arrivals``."""
-    key, hints = ("factors", batch.alone, batch.signature()), function.hints
+    key, hints = (batch.alone, batch.signature()), function.worth_factors
     if arrivals.factors and not _torch.transforming() and hints.get(key, True):
         mode = KeepFactors(batch.size)
-        before = random_state() if function.randomness != "error" else None
+        before = random_state() if function.chunks.randomness != "error" else None
         try:
             _pull_back(function, batch, arrivals, mode)
             # Looking at every operation has its price; what it brings depends on shapes alone.
-            hints[key] = arrivals.worth_factors()
+            hints[key] = arrivals.spared >= _WORTH * arrivals.numbers
             return arrivals
         except (RuntimeError, TypeError, ValueError) as error:
             # Code that wants a gradient's memory, not its numbers, can't have that of a product
@@ -106,29 +89,14 @@ def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals)
     return arrivals
 
 
-def recorded(
-    function: BatchedFunction,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    positions: tuple[int, ...],
-    losses: Callable[..., Any] | None = None,
-) -> tuple[Any, Any, Pullback]:
-    """The loss of one example, auxiliary outputs, and the pullback; or ``losses`` of several."""
-    check = functools.partial(_validate.check_scalar, api=function.api)
-    options: dict[str, Any] = {"has_aux": function.has_aux, "check_output": check}
-    if losses is not None:
-        options = {"has_aux": False, "check_output": lambda output: None}
-    func, api = losses or function.func, function.api
-    return record(func, args, kwargs, positions, api=api, once=True, **options)
-
-
 def _pull_back(
     function: BatchedFunction, batch: Batch, arrivals: Arrivals, mode: KeepFactors | None
 ) -> None:
     """Runs the loss and pulls back, with ``vmap`` or, for one example alone, without."""
     alone = batch.alone
-    followed = torch.is_grad_enabled() or _torch.dual_level() >= 0
-    plain = alone and not followed and not torch.is_inference_mode_enabled()
+    # Plain autograd will do where nothing around the call could differentiate the result.
+    recording = torch.is_grad_enabled() or _torch.dual_level() >= 0
+    plain = alone and not recording and not torch.is_inference_mode_enabled()
 
     def example(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         level = None if alone else _torch.current_interpreter().level()
@@ -139,25 +107,26 @@ def _pull_back(
                 rows = rows_of(_dense(whole).unsqueeze(0) if alone else whole)
                 arrivals.gradient(leaf, rows)
 
-        record_loss = _recorded_plain if plain else recorded
-        value, aux, pullback = record_loss(function, args, kwargs, batch.positions)
-        receivers = {leaf: functools.partial(take, leaf) for leaf in range(pullback.arity)}
+        value, aux, pullback = _recorded(function, args, kwargs, batch.positions, plain)
         with mode.pulling_back() if mode else nullcontext():
-            pullback.feed(torch.ones_like(value), receivers, retain_graph=False)
+            pullback.feed(torch.ones_like(value), take)
         return value, (_tree.map_(_tensor, aux) if function.has_aux else ())
 
-    arrivals.values, aux = batch.map(example, function.randomness)
-    arrivals.aux = aux if function.has_aux else None
+    arrivals.values, arrivals.aux = batch.map(example, function.chunks.randomness)
 
 
-def _recorded_plain(
+def _recorded(
     function: BatchedFunction,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     positions: tuple[int, ...],
+    plain: bool,
 ) -> tuple[Any, Any, Pullback]:
-    """As `recorded`, in plain autograd: nothing around the call can differentiate the result."""
-    _validate.check_inputs(args, positions, function.api)
+    """The loss of one example, auxiliary outputs, and the pullback; or these in plain autograd."""
+    if not plain:
+        check = functools.partial(_validate.check_scalar, api=function.api)
+        options: dict[str, Any] = {"has_aux": function.has_aux, "api": function.api, "once": True}
+        return record(function.func, args, kwargs, positions, check_output=check, **options)
     with torch.enable_grad():
         arguments = [
             _tree.map_(lambda leaf: leaf.detach().requires_grad_(), arg) if at in positions else arg
@@ -195,3 +164,68 @@ def _tensor(leaf: Any) -> torch.Tensor:
             f"type {type(leaf).__name__}"
         )
     return leaf
+
+
+class CompiledGradients:
+    """Runs one loss over chunks of one size as one graph each, by `functx.jit`.
+
+    A chunk of few examples is small work for each operation, and what Python and the transforms add
+    is paid for every chunk. Where the loss can't be traced, all runs in eager, with a warning.
+    """
+
+    def __init__(self, function: BatchedFunction, options: bool | Mapping[str, Any]) -> None:
+        if not isinstance(options, (bool, Mapping)):
+            raise TypeError(
+                f"{function.api}: compile must be True or a dict of options of functx.jit, got "
+                f"{options!r}"
+            )
+        if function.chunks.budget is not None:
+            raise ValueError(
+                f"{function.api}: no size of chunks is chosen for compiled code; give chunk_size "
+                "with compile, instead of budget"
+            )
+        self._compiler: Callable[..., Any] = jit(**({} if isinstance(options, bool) else options))
+        self._function = function
+        # The size of the chunks that are compiled, 0 for none, and their graph, by signatures.
+        self._graphs: dict[Any, tuple[int, Callable[..., Any]]] = {}
+        self._lock = threading.RLock()
+
+    def run(self, batch: Batch) -> tuple[Any, Any, list[Any]] | None:
+        """Values, auxiliary outputs and gradients by leaf; ``None`` if there is no graph."""
+        if batch.size == 1:
+            return None
+        key, shapes = batch.signature(), len(self._graphs)
+        if key not in self._graphs:
+            if shapes == _SHAPES:
+                self._warn(f"examples of more than {_SHAPES} shapes came; pad them")
+            size = self._function.chunks.chunk_size or batch.size
+            self._graphs[key] = size if shapes < _SHAPES else 0, self._graph_for(batch)
+        size, graph = self._graphs[key]
+        # Chunks of another size would have to be compiled too; and no graph is followed.
+        if batch.size != size or _torch.dispatch_depth() or followed(batch.leaves):
+            return None
+        try:
+            with self._lock:
+                found, value = graph(batch.leaves, batch.kwargs)
+        except TracingError as error:
+            self._graphs[key] = 0, graph
+            self._warn(str(error))
+            return None
+        value, aux = value if self._function.has_aux else (value, None)
+        return value, aux, _tree.leaves(found)
+
+    def _graph_for(self, batch: Batch) -> Callable[..., Any]:
+        """The gradients of chunks like one, and their values."""
+        # (What `gradients` reads is part of a graph's signature: nothing that changes.)
+        form, randomness = replace(batch, leaves=[], kwargs={}), self._function.chunks.randomness
+        has_aux = self._function.has_aux
+        each = _transforms.grad_and_value(self._function.func, batch.positions, has_aux)
+
+        def gradients(leaves: list[Any], kwargs: dict[str, Any]) -> Any:
+            return replace(form, leaves=leaves, kwargs=kwargs).map(each, randomness)
+
+        return self._compiler(gradients)
+
+    def _warn(self, cause: str) -> None:
+        api = self._function.api
+        warn(f"{api}: compile=True has no effect here, chunks run in eager: {cause}")

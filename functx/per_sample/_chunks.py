@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +20,17 @@ from typing import Any
 
 import torch
 
-from functx import _torch, _tree, memory
+from functx import _torch, _tree, _validate, memory
+from functx._lines import line_of, where
 from functx.per_sample._batch import Batch, Counted, random_state, restore_random_state
 
 
-def followed(leaves: Sequence[torch.Tensor]) -> bool:
+def followed(leaves: Sequence[Any]) -> bool:
     """Whether something differentiates or traces what is made of tensors."""
-    return _torch.transforming() or any(leaf.requires_grad for leaf in leaves)
+    if _torch.transforming() or _torch.dual_level() >= 0:
+        return True
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 class Stack:
@@ -71,18 +74,20 @@ class Stack:
 
 
 class Reduction:
-    """What is computed from one call's examples, chunk by chunk.
+    """What is computed from one call's examples, chunk by chunk: a function of each, stacked.
 
     Attributes:
+        func: The function of one example.
+        randomness: As for `Batch.map`.
         stack: The rows that `run` has returned.
     """
 
-    def __init__(self) -> None:
-        self.stack = Stack()
+    def __init__(self, func: Callable[..., Any], randomness: str) -> None:
+        self.func, self.randomness, self.stack = func, randomness, Stack()
 
     def run(self, batch: Batch) -> Any:
         """Compute one chunk, which may run again; returns a pytree of rows to stack."""
-        raise NotImplementedError
+        return batch.map(self.func, self.randomness)
 
     def stack_rows(self, batch: Batch) -> None:
         """Compute one chunk, up to what can't be undone."""
@@ -95,9 +100,6 @@ class Reduction:
     def result(self, counted: Counted) -> Any:
         """The result of all chunks."""
         return self.stack.close(counted)
-
-
-MakeReduction = Callable[[], Reduction]
 
 
 class _Line:
@@ -130,15 +132,34 @@ class _Line:
 class Chunks:
     """How batches are cut. What was measured is remembered, by signatures of batches."""
 
-    api: str
+    api: str  # the name for error messages
     chunk_size: int | None
-    budget: int | float | None
+    budget: Any  # bytes or a share, once checked
     randomness: str
     _fits: dict[Any, int] = field(default_factory=dict)  # the largest chunk that fits
     # A line for all in one chunk, one for more chunks, and what each example leaves behind.
     _lines: dict[Any, tuple[_Line, _Line, int]] = field(default_factory=dict)
 
-    def run(self, batch: Batch, reduction: Reduction, make: MakeReduction) -> None:
+    def __post_init__(self) -> None:
+        api = self.api
+        if self.randomness not in ("error", "different", "same"):
+            raise RuntimeError(
+                f"{api}: randomness must be 'error', 'different' or 'same', got {self.randomness!r}"
+            )
+        if self.chunk_size is not None and self.budget is not None:
+            raise ValueError(
+                f"{api}: chunk_size and budget exclude each other, got {self.chunk_size} "
+                f"and {self.budget}"
+            )
+        if self.chunk_size is not None:
+            size = _validate.integer(self.chunk_size, f"{api}: chunk_size must be an int")
+            if size <= 0:
+                raise ValueError(f"{api}: chunk_size should be greater than 0, got {size}")
+            self.chunk_size = size
+        if self.budget is not None:
+            self.budget = _validate.checked_budget(self.budget, api)
+
+    def run(self, batch: Batch, reduction: Reduction, make: Callable[[], Reduction]) -> None:
         """Hands the examples of ``batch`` to ``reduction`` in chunks."""
         key, start = batch.signature(), 0
         chunk = min(self._size(batch, key, make), self._fits.get(key, batch.size))
@@ -146,15 +167,16 @@ class Chunks:
         while start < batch.size:
             if saved is not None:
                 restore_random_state(saved)
-            size, is_adding = min(chunk, batch.size - start), False
+            size = min(chunk, batch.size - start)
             run = functools.partial(reduction.stack_rows, batch.chunk(start, start + size))
             try:
                 failure = out_of_memory(run, may_fail=size > 1)
                 if failure is None:
-                    is_adding, start = True, start + size
+                    start += size
                     failure = reduction.add()
             except (RuntimeError, MemoryError) as error:
-                self._advise(error, size, is_adding)
+                if size > 1:
+                    self._advise(error, size)
                 raise
             if failure is not None:
                 self._fits[key] = chunk = max(1, size // 2)
@@ -163,25 +185,24 @@ class Chunks:
                     f"{chunk}; give chunk_size={chunk} or a budget to avoid this ({failure})"
                 )
 
-    def _advise(self, error: BaseException, size: int, is_adding: bool) -> None:
-        """Notes what else to do after an error."""
+    def _advise(self, error: BaseException, size: int) -> None:
+        """Notes what else to do after an error with several examples."""
         # What torch says where an operation has no rule for vmap, or none that fits. ("scalar type"
         # is of autocast, which comes by where vmap takes operations apart.)
         words = ("vmap", "batching rule", "doesn't match the broadcast shape", "data-dependent")
         said = str(error).lower()
-        if is_out_of_memory(error):
-            if is_adding:
-                error.add_note(
-                    f"{self.api}: memory ran out while a chunk was being added to the result, "
-                    "which can't be undone; call again with a smaller chunk_size"
-                )
-        elif size > 1 and any(word in said for word in (*words, "sparse", "scalar type")):
+        if is_out_of_memory(error):  # while it computes, the chunk is halved instead
+            error.add_note(
+                f"{self.api}: memory ran out while a chunk was being added to the result, which "
+                "can't be undone; call again with a smaller chunk_size"
+            )
+        elif any(word in said for word in (*words, "sparse", "scalar type")):
             error.add_note(
                 f"{self.api}: vmap, which runs {size} examples at a time, can't do this; "
                 "chunk_size=1 runs each as it is, without vmap"
             )
 
-    def _size(self, batch: Batch, key: Any, make: MakeReduction) -> int:
+    def _size(self, batch: Batch, key: Any, make: Callable[[], Reduction]) -> int:
         """Examples in a chunk."""
         if self.budget is None:
             return self.chunk_size or batch.size
@@ -203,9 +224,8 @@ class Chunks:
             more = _Line(two.peak - 4 * kept, four.peak - 8 * kept)
             self._lines[key] = _Line(of_one(2), of_one(4)), more, kept
         one, more, kept = self._lines[key]
-        budget = self.budget
-        if isinstance(budget, float):
-            budget = int(budget * one.at(batch.size))
+        share = isinstance(self.budget, float)
+        budget = int(self.budget * one.at(batch.size) if share else self.budget)
         # All in one chunk is only measured where the line says that it fits.
         if one.largest(batch.size, batch.size, budget, of_one) == batch.size:
             return batch.size
@@ -224,7 +244,7 @@ class Chunks:
         return 1
 
     def _profile(
-        self, batch: Batch, chunk: int, chunks: int, make: MakeReduction
+        self, batch: Batch, chunk: int, chunks: int, make: Callable[[], Reduction]
     ) -> memory.Profile:
         """Chunks of ``chunk`` examples, results thrown away."""
         saved = random_state()
@@ -268,7 +288,5 @@ def out_of_memory(run: Callable[[], None], may_fail: bool = True) -> str | None:
 
 def warn(message: str) -> None:
     """Warns the caller of ``per_sample``."""
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("functx."):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, RuntimeWarning, stacklevel=level)
+    file, line, _ = line_of(where())
+    warnings.warn_explicit(message, RuntimeWarning, file, line)

@@ -17,17 +17,11 @@ Scaling = Callable[[torch.Tensor, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Groups:
-    """The leaves of what is differentiated, in groups with one norm each.
+    """The leaves of what is differentiated, in groups with one norm each."""
 
-    Attributes:
-        of_leaf: For each leaf the number of its group.
-        thresholds: One for each group.
-        pack: Makes what users see of one entry a group.
-    """
-
-    of_leaf: list[int]
-    thresholds: list[Any]
-    pack: Callable[[list[Any]], Any]
+    of_leaf: list[int]  # for each leaf the number of its group
+    thresholds: list[Any]  # one for each group
+    pack: Callable[[list[Any]], Any]  # makes what users see of one entry a group
 
 
 def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Groups:
@@ -79,7 +73,9 @@ def clip(norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
     Takes norms of the examples' gradients, of shape ``(B,)``, and returns as many factors.
     """
     # Written so that a norm of 0 divides nothing.
-    return torch.where(norm > max_norm, max_norm / norm.clamp_min(_tiny(norm)), 1.0).to(norm.dtype)
+    return torch.where(
+        norm > max_norm, max_norm / norm.clamp_min(torch.finfo(norm.dtype).tiny), 1.0
+    ).to(norm.dtype)
 
 
 def automatic(gamma: float = 0.01) -> Scaling:
@@ -111,7 +107,7 @@ def normalize(norm: torch.Tensor, max_norm: Any = None) -> torch.Tensor:
 
     Takes norms of the examples' gradients, of shape ``(B,)``, and returns as many factors.
     """
-    return (1.0 if max_norm is None else max_norm) / norm.clamp_min(_tiny(norm))
+    return (1.0 if max_norm is None else max_norm) / norm.clamp_min(torch.finfo(norm.dtype).tiny)
 
 
 def check_scaling(scaling: Any, max_norm: Any, api: str) -> Scaling:
@@ -146,7 +142,3 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _tiny(norm: torch.Tensor) -> float:
-    return torch.finfo(norm.dtype).tiny

@@ -1,36 +1,24 @@
 """What is made of the gradients of a chunk: kept, normed, or clipped and added up.
 
-NOTE [one pass or two]
-The factor of an example is known when all its gradients have been normed. Until then they are
-either kept (one pass), or dropped (two passes). The second pass is an ordinary backward pass of the
-weighted sum of the losses, which takes no gradient of any one example. It needs the losses a second
-time, so they have to be what they were: random numbers are not allowed, and the values are
-compared. Kept, the gradients of a chunk exist together; dropped, those of one leaf at a time.
-Gradients known by factors are kept in any case.
+The factor of an example is known when all its gradients have been normed. Until then those of the
+chunk are kept, by their factors where these are known.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from functx import _torch, _tree, memory
-from functx._reverse_mode import Pullback
-from functx.per_sample._batch import Batch, Counted, Inspection
+from functx import _tree
+from functx.per_sample._batch import Batch, Counted, shape_of_one
 from functx.per_sample._batched_function import BatchedFunction
-from functx.per_sample._chunk_gradients import Arrivals, chunk_gradients, recorded
+from functx.per_sample._chunk_gradients import Arrivals, chunk_gradients
 from functx.per_sample._chunks import Reduction, out_of_memory
 from functx.per_sample._clipping import Groups, Scaling, factors
-from functx.per_sample._sums import Factored, Term, WeightedSum, norm_dtype
-
-# Two passes where gradients of an example take this many times the bytes of its activations: the
-# second pass, which works on activations, is then next to nothing beside the first.
-_WORTH = 8
-_SMALL = 2**25  # bytes of gradients that are not worth a measurement
+from functx.per_sample._sums import Factored, Rows, Term, WeightedSum, all_reduced, norm_dtype
 
 
 class Extras(NamedTuple):
@@ -52,9 +40,6 @@ class StackedResults(Reduction):
 
     Attributes:
         like: The leaves that are differentiated, for one example: of shape, dtype and device only.
-        shared: Whether all examples share them.
-        names: What is asked for: of the fields of `Extras`, and ``"gradients"``.
-        keeps: Gradients of these types are kept until a chunk has run.
     """
 
     def __init__(
@@ -64,73 +49,63 @@ class StackedResults(Reduction):
         groups: Groups,
         names: list[str],
         *,
+        gradients: bool = False,
         accumulation_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.function, self.groups, self.names = function, groups, names
-        self.keeps: tuple[type, ...] = (torch.Tensor,) if "gradients" in names else ()
+        super().__init__(function.func, function.chunks.randomness)
+        self.function, self.groups = function, groups
+        self._names, self._gradients = names, gradients
         self.like: list[torch.Tensor] = []
         self._norm_dtype = torch.float32
         leaves, self.spec = _tree.flatten(function.differentiated(batch))
         dims = _tree.leaves(function.differentiated(replace(batch, leaves=batch.dims)))
-        self.shared = all(dim is None for dim in dims)
         for leaf, dim in zip(leaves, dims):
-            shape = leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
-            self.like.append(leaf.detach().new_empty(()).expand(shape))
+            self.like.append(leaf.detach().new_empty(()).expand(shape_of_one(leaf, dim)))
             wanted = norm_dtype(leaf.dtype, accumulation_dtype)
             self._norm_dtype = torch.promote_types(self._norm_dtype, wanted)
 
     def run(self, batch: Batch) -> dict[str, Any]:
         """Compute one chunk."""
-        found = self.pull_back(batch)
-        return self.rows(found, self.norms(found, batch.size))
+        rows, kept, _ = self.pull_back(batch, keeps=self._gradients)
+        if self._gradients:
+            leaves = [
+                kept[leaf] if leaf in kept else like.new_zeros(batch.size, *like.shape)
+                for leaf, like in enumerate(self.like)
+            ]
+            rows["gradients"] = _tree.unflatten(self.spec, leaves)
+        return rows
 
-    def result(self, counted: Counted) -> tuple[Any, Extras]:
+    def result(self, counted: Counted) -> Any:
         """The gradients or else the norms, and what else was asked for."""
         found = self.stack.close(counted)
-        return found.pop("gradients" if "gradients" in found else "norms"), Extras(**found)
+        return _with_extras(found.pop("gradients" if self._gradients else "norms"), found)
 
-    def pull_back(self, batch: Batch) -> Arrivals:
-        """The gradients of a chunk, some of them kept."""
-        only_kept = "gradients" in self.names and "norms" not in self.names
-        groups = None if only_kept else self.groups.of_leaf
-        return chunk_gradients(self.function, batch, Arrivals(groups, self._norm_dtype, self.keeps))
-
-    def norms(self, found: Arrivals, size: int) -> list[torch.Tensor]:
-        """The norms of a chunk, of shape ``(c,)``, one tensor a group."""
-        zeros = self.like[0].new_zeros(size, dtype=self._norm_dtype)
-        groups = range(len(self.groups.thresholds))
-        return [found.squares.get(group, zeros).sqrt() for group in groups]
-
-    def rows(self, found: Arrivals, norms: list[torch.Tensor]) -> dict[str, Any]:
-        """What is asked for, of one chunk."""
+    def pull_back(
+        self, batch: Batch, keeps: bool
+    ) -> tuple[dict[str, Any], dict[int, Rows], list[torch.Tensor]]:
+        """Of one chunk what `Extras` names, the gradients by leaf, and the norms by group."""
+        groups = None if self._gradients and "norms" not in self._names else self.groups.of_leaf
+        arrivals = Arrivals(groups, self._norm_dtype, keeps, factors=not self._gradients)
+        found = chunk_gradients(self.function, batch, arrivals)
+        zeros = self.like[0].new_zeros(batch.size, dtype=self._norm_dtype)
+        numbers = range(len(self.groups.thresholds))
+        norms = [found.squares.get(group, zeros).sqrt() for group in numbers]
         rows = {"values": found.values, "norms": self.groups.pack(norms), "aux": found.aux}
-        if "gradients" in self.names:
-            size, kept = len(found.values), found.kept
-            for leaf, like in enumerate(self.like):
-                if leaf not in kept:
-                    kept[leaf] = like.new_zeros(size, *like.shape)
-            rows["gradients"] = _tree.unflatten(self.spec, [kept[leaf] for leaf in sorted(kept)])
-        return {name: rows[name] for name in self.names}
+        return {name: rows[name] for name in self._names}, found.kept, norms
 
 
 class ClippedSum(StackedResults):
     """The sum of all gradients, each times the factor that its norm gives it."""
 
     def __init__(
-        self,
-        *args: Any,
-        scaling: Scaling,
-        accumulation_dtype: torch.dtype | None,
-        passes: int | None,
+        self, *args: Any, scaling: Scaling, accumulation_dtype: Any, process_group: Any
     ) -> None:
         super().__init__(*args, accumulation_dtype=accumulation_dtype)
-        self._scaling, self._passes = scaling, passes
-        self._wanted = accumulation_dtype
+        self._scaling, self._wanted = scaling, accumulation_dtype
+        self._process_group = process_group
         self._sums = [WeightedSum(like, self._dtype_of_sum(like)) for like in self.like]
-        # Of the chunk that ran: parts of leaves, with weights; and sums, of a second pass.
+        # Of the chunk that ran: parts of leaves, with weights.
         self._parts: list[tuple[int, torch.Tensor | Term, torch.Tensor]] = []
-        self._totals: dict[int, torch.Tensor] = {}
 
     def _dtype_of_sum(self, leaf: torch.Tensor) -> torch.dtype:
         """The dtype to add up in: short ones in float32 unless something else is asked for."""
@@ -141,20 +116,16 @@ class ClippedSum(StackedResults):
 
     def run(self, batch: Batch) -> dict[str, Any]:
         """Compute one chunk."""
-        self._parts, self._totals = [], {}
-        self.keeps = (Factored,) if self._twice(batch) else (Factored, torch.Tensor)
-        found = self.pull_back(batch)
-        norms, of_leaf = self.norms(found, batch.size), self.groups.of_leaf
+        self._parts = []
+        rows, kept, norms = self.pull_back(batch, keeps=True)
         weights = [
             factors(self._scaling, norm, threshold, self.function.api)
             for norm, threshold in zip(norms, self.groups.thresholds)
         ]
-        if found.dropped:
-            self._totals = self._second_pass(batch, found, weights)
-        for leaf, rows in found.kept.items():
-            parts = rows.terms if isinstance(rows, Factored) else [rows]
-            self._parts += [(leaf, part, weights[of_leaf[leaf]]) for part in parts]
-        return self.rows(found, norms)
+        for leaf, found in kept.items():
+            parts = found.terms if isinstance(found, Factored) else [found]
+            self._parts += [(leaf, part, weights[self.groups.of_leaf[leaf]]) for part in parts]
+        return rows
 
     def add(self) -> str | None:
         """Add the chunk that ran to the sums, once more where memory had to be freed first."""
@@ -165,79 +136,21 @@ class ClippedSum(StackedResults):
             if (error := out_of_memory(add)) is not None:
                 failure = error
                 add()
-        while self._totals:
-            leaf, total = self._totals.popitem()
-            self._sums[leaf].add_sum(total)
         return failure
 
-    def _twice(self, batch: Batch) -> bool:
-        """Whether norms come first, and then a backward pass of all examples together."""
-        may_run_again = self.function.randomness == "error" and not _torch.transforming()
-        exact = all(self._dtype_of_sum(like) == like.dtype for like in self.like)
-        if self._passes == 1 or batch.size == 1 or not (may_run_again and self.shared and exact):
-            return False
-        size = sum(like.numel() * like.dtype.itemsize for like in self.like)
-        if self._passes == 2 or batch.size * size < _SMALL:
-            return self._passes == 2
-        key, hints = ("passes", batch.size, batch.signature()), self.function.hints
-        if key not in hints:
-            held: list[Any] = []
-            one, two = (
-                memory.profile(lambda few=few: held.append(self._losses(few))).kept
-                for few in (batch.chunk(0, 1), batch.chunk(0, 2))
-            )
-            hints[key] = size > _WORTH * (two - one)
-        return hints[key]
-
-    def _second_pass(
-        self, batch: Batch, first: Arrivals, weights: list[torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
-        """Sums of the weighted gradients that were dropped; of other leaves nothing is computed."""
-        found: dict[int, torch.Tensor] = {}
-        again, pullback = self._losses(batch)
-        if not torch.allclose(again, first.values, rtol=1e-3, atol=1e-6, equal_nan=True):
-            raise RuntimeError(
-                f"{self.function.api}: the loss gave other values when it ran a second time: it "
-                "depends on something that changes between calls; use passes=1"
-            )
-        receivers: dict[int, dict[int, Callable[..., None]]] = {}
-        for leaf in sorted(first.dropped):
-            take = functools.partial(found.__setitem__, leaf)
-            receivers.setdefault(self.groups.of_leaf[leaf], {})[leaf] = take
-        with Inspection(_refuse_frequencies):
-            for group in list(receivers):
-                take_all = receivers.pop(group)
-                pullback.feed(weights[group].to(again.dtype), take_all, bool(receivers))
-        return found
-
-    def _losses(self, batch: Batch) -> tuple[torch.Tensor, Pullback]:
-        """The losses of all examples, and their pullback to the differentiated arguments."""
-
-        def value_of(*args: Any, **kwargs: Any) -> Any:
-            value = self.function.func(*args, **kwargs)
-            return value[0] if self.function.has_aux else value
-
-        def values_of(*args: Any) -> Any:
-            return replace(batch, leaves=_tree.leaves(args)).map(value_of, "error")
-
-        args = batch.args()
-        value, _, pullback = recorded(self.function, args, {}, batch.positions, values_of)
-        return value, pullback
-
-    def result(self, counted: Counted) -> tuple[Any, Extras]:
+    def result(self, counted: Counted) -> Any:
         """The sum, and what else was asked for."""
         totals = [total.total() for total in self._sums]
         if self._wanted is None:
             totals = [total.to(like.dtype) for total, like in zip(totals, self.like)]
         if counted.empty:
             totals = [torch.zeros_like(total) for total in totals]
-        return _tree.unflatten(self.spec, totals), Extras(**self.stack.close(counted))
+        totals = all_reduced(totals, self._process_group)
+        return _with_extras(_tree.unflatten(self.spec, totals), self.stack.close(counted))
 
 
-def _refuse_frequencies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses an embedding that scales gradients by how often all examples use a row."""
-    if func is torch.ops.aten.embedding_dense_backward.default and args[4]:
-        raise RuntimeError(
-            "per_sample.clipped_sum: an embedding has scale_grad_by_freq=True, and in a backward "
-            "pass of all examples it counts those of all; use passes=1"
-        )
+def _with_extras(result: Any, extras: dict[str, Any]) -> Any:
+    """What a function of a batch returns: the result, and what else was asked for."""
+    if not extras:
+        return result
+    return result, extras["aux"] if [*extras] == ["aux"] else Extras(**extras)

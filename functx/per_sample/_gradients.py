@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from functx import _tree, _validate
+from functx import _validate
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, InDims
 from functx.per_sample._batched_function import BatchedFunction, Func
+from functx.per_sample._chunk_gradients import CompiledGradients
+from functx.per_sample._chunks import Chunks
 from functx.per_sample._clipping import Scaling, check_scaling, groups_of
-from functx.per_sample._compiled_gradients import compiled_by
-from functx.per_sample._gradient_reductions import ClippedSum, StackedResults
+from functx.per_sample._gradient_reductions import ClippedSum, Extras, StackedResults
 
 
 def grads(
@@ -86,12 +87,10 @@ def grads(
                 [0., 2.],
                 [0., 0.]])
     """
-    function = BatchedFunction(
-        "per_sample.grads", func, argnums, in_dims, chunk_size, budget, randomness
-    )
-    wanted = {"values": return_values, "norms": return_norms, "aux": has_aux, "gradients": True}
-    shows_extras = return_values or return_norms
-    return _over_batch(function, StackedResults, wanted, compile, shows_extras=shows_extras)
+    chunks = Chunks("per_sample.grads", chunk_size, budget, randomness)
+    function = BatchedFunction(func, argnums, in_dims, chunks)
+    make = functools.partial(StackedResults, gradients=True)
+    return _over_batch(function, make, (return_values, return_norms, has_aux), compile)
 
 
 def norms(
@@ -133,12 +132,10 @@ def norms(
         >>> functx.per_sample.norms(loss)(torch.ones(2), torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
         tensor([5., 1.])
     """
-    function = BatchedFunction(
-        "per_sample.norms", func, argnums, in_dims, chunk_size, budget, randomness
-    )
+    chunks = Chunks("per_sample.norms", chunk_size, budget, randomness)
+    function = BatchedFunction(func, argnums, in_dims, chunks)
     make = functools.partial(StackedResults, accumulation_dtype=accumulation_dtype)
-    wanted = {"values": return_values, "norms": True, "aux": has_aux}
-    return _over_batch(function, make, wanted, compile, groups, shows_extras=return_values)
+    return _over_batch(function, make, (return_values, True, has_aux), compile, groups)
 
 
 def clipped_sum(
@@ -153,7 +150,6 @@ def clipped_sum(
     return_values: bool = False,
     return_norms: bool = False,
     accumulation_dtype: torch.dtype | None = None,
-    passes: int | None = None,
     chunk_size: int | None = None,
     budget: int | float | str | None = None,
     randomness: str = "error",
@@ -163,7 +159,8 @@ def clipped_sum(
     """The sum over examples of clipped gradients: what differential privacy adds noise to.
 
     The sum, not the mean: what to divide by is the privacy mechanism's business, as are noise,
-    sampling and accounting.
+    sampling and accounting. The gradients of a chunk are kept until their norms are known, so
+    `chunk_size` or `budget` bounds them.
 
     Options that are not those of `grads`:
         max_norm: The largest norm one example's gradient may have. A number holds for all leaves
@@ -178,11 +175,6 @@ def clipped_sum(
         accumulation_dtype: The dtype in which norms (float32 at least) and the sum are added up,
             and that of the result. By default half precision is summed in float32, and the result
             is of the leaf's dtype.
-        passes: 1 keeps the gradients of a chunk until their norms are known, 2 drops them, and then
-            differentiates the weighted sum of the losses. By default 2 where gradients are large
-            against activations, which is measured. Always 1 where losses can't run again: with
-            random numbers, inside of transforms, for parameters of each example or sums of another
-            dtype than the leaf's, and for one example at a time.
         process_group: Add up over the ranks of a :mod:`torch.distributed` group (or a
             ``DeviceMesh`` of one dimension; ``True`` for the default group), in one all-reduce.
             Every rank has to call, also without examples.
@@ -204,42 +196,32 @@ def clipped_sum(
         >>> total, extras.norms
         (tensor([0.6000, 1.3000]), tensor([5.0000, 0.5000]))
     """
-    function = BatchedFunction(
-        "per_sample.clipped_sum", func, argnums, in_dims, chunk_size, budget, randomness
-    )
-    if passes not in (None, 1, 2):
-        raise ValueError(
-            f"{function.api}: passes must be 1 or 2, or None to have it chosen, got {passes!r}"
-        )
+    chunks = Chunks("per_sample.clipped_sum", chunk_size, budget, randomness)
+    function = BatchedFunction(func, argnums, in_dims, chunks)
     make = functools.partial(
         ClippedSum,
         scaling=check_scaling(scaling, max_norm, function.api),
         accumulation_dtype=accumulation_dtype,
-        passes=passes,
+        process_group=process_group,
     )
-    wanted = {"values": return_values, "norms": return_norms, "aux": has_aux}
-    finish = functools.partial(_all_reduced, process_group=process_group)
-    return _over_batch(
-        *(function, make, wanted, compile, groups, max_norm, finish),
-        shows_extras=return_values or return_norms,
-    )
+    wanted = (return_values, return_norms, has_aux)
+    return _over_batch(function, make, wanted, compile, groups, max_norm)
 
 
 def _over_batch(
     function: BatchedFunction,
     make: Callable[..., StackedResults],
-    wanted: dict[str, bool],
+    wanted: tuple[bool, bool, bool],
     compile: bool | Mapping[str, Any],
     groups: Any = None,
     max_norm: Any = None,
-    finish: Callable[[Any], Any] = lambda result: result,
-    *,
-    shows_extras: bool,
 ) -> Callable[..., Any]:
     """A function of a batch, that runs a reduction of gradients over the examples."""
     _validate.check_argnums(function.argnums, function.api)
-    function.has_aux, function.compiled = wanted["aux"], compiled_by(function, compile)
-    names = [name for name, is_wanted in wanted.items() if is_wanted]
+    names = [name for name, is_wanted in zip(Extras._fields, wanted) if is_wanted]
+    function.has_aux = "aux" in names
+    if compile is not False:
+        function.compiled = CompiledGradients(function, compile)
 
     def make_for(batch: Batch) -> StackedResults:
         _validate.check_inputs(batch.args(), batch.positions, function.api)
@@ -247,38 +229,4 @@ def _over_batch(
         found = groups_of(differentiated, groups, max_norm, function.api)
         return make(function, batch, found, names)
 
-    def returned(found: tuple[Any, Any]) -> Any:
-        result, extras = finish(found[0]), found[1]
-        if shows_extras:
-            return result, extras
-        return (result, extras.aux) if function.has_aux else result
-
-    return function.over_batch(make_for, returned)
-
-
-def _all_reduced(tree: Any, process_group: Any) -> Any:
-    """The sum of a pytree of tensors over the ranks of a group: one buffer, one all-reduce."""
-    if process_group is None or process_group is False:
-        return tree
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "per_sample: process_group was given, but torch.distributed has no process group; call "
-            "torch.distributed.init_process_group first"
-        )
-    group: Any = None if process_group is True else process_group
-    if hasattr(group, "get_group"):  # a DeviceMesh of one dimension
-        group = group.get_group()
-    leaves, spec = _tree.flatten(tree)
-    reduced: dict[int, torch.Tensor] = {}
-    for device in dict.fromkeys(leaf.device for leaf in leaves):
-        numbers = [i for i, leaf in enumerate(leaves) if leaf.device == device]
-        # `cat` makes of several dtypes the one that holds all of them.
-        buffer = torch.cat([leaves[i].detach().reshape(-1) for i in numbers])
-        dist.all_reduce(buffer, group=group)
-        parts = buffer.split([leaves[i].numel() for i in numbers])
-        for i, part in zip(numbers, parts):
-            of_dtype = part.real if buffer.is_complex() and not leaves[i].is_complex() else part
-            reduced[i] = of_dtype.view(leaves[i].shape).to(leaves[i].dtype)
-    return _tree.unflatten(spec, [reduced[i] for i in range(len(leaves))])
+    return function.over_batch(make_for)

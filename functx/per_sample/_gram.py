@@ -13,7 +13,7 @@ from functx._jacobians import jacrev
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, Counted, InDims, joined, split_batches
 from functx.per_sample._batched_function import BatchedFunction, Func
-from functx.per_sample._chunks import Reduction
+from functx.per_sample._chunks import Chunks, Reduction
 
 
 def gram(
@@ -36,10 +36,8 @@ def gram(
         func: A function of parameters and one example without batch dimension. It returns a real
             tensor of any shape ``m``; a loss, or the scores of all classes. Or a module, or a pair
             ``(module, criterion)``, as for `jacobian`.
-        argnums: Which positional arguments to differentiate.
         outputs: Of a function with several numbers, ``"full"``: products of all pairs;
             ``"diagonal"``: of equal numbers only; ``"trace"``: the sum of those.
-        in_dims: As for `grads`: by default the differentiated arguments are shared.
 
     Returns:
         A function of the same arguments, for a batch, as `grads` returns one (with
@@ -61,10 +59,9 @@ def gram(
                 [1., 5.]])
     """
     api = "per_sample.gram"
-    function = BatchedFunction(
-        api, func, argnums, in_dims, chunk_size, budget, randomness, outputs=True
-    )
-    if outputs not in ("full", "diagonal", "trace"):
+    chunks = Chunks(api, chunk_size, budget, randomness)
+    function = BatchedFunction(func, argnums, in_dims, chunks, outputs=True)
+    if outputs not in _EQUATIONS:
         raise ValueError(f"{api}: outputs must be 'full', 'diagonal' or 'trace', got {outputs!r}")
 
     def with_output(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -117,15 +114,15 @@ class _GramMatrix(Reduction):
         jacobian: Callable[..., Any],
         outputs: str,
     ) -> None:
-        super().__init__()
-        self._function, self._jacobian, self._outputs = function, jacobian, outputs
+        super().__init__(jacobian, function.chunks.randomness)
+        self._api, self._outputs = function.api, outputs
         self._mirror, right = others is None, left if others is None else others
         self._right = right if right.size else right.zeros()
         self._shape = torch.Size()
 
     def _jacobians(self, batch: Batch) -> list[torch.Tensor]:
         """The Jacobians of a chunk by leaf."""
-        found, output = batch.map(self._jacobian, self._function.randomness)
+        found, output = super().run(batch)
         self._shape = output.shape[1:]
         numbers = self._shape.numel()
         return [leaf.reshape(len(leaf), numbers, -1) for leaf in _tree.leaves(found)]
@@ -153,7 +150,7 @@ class _GramMatrix(Reduction):
 
     def result(self, counted: Counted) -> torch.Tensor:
         if not counted.size:
-            raise ValueError(f"{self._function.api}: no example to take products of")
+            raise ValueError(f"{self._api}: no example to take products of")
         matrix: torch.Tensor = self.stack.close(counted)
         matrix = matrix.reshape(*matrix.shape[:2], *self._shape * (matrix.dim() - 2))
         return counted.rows(matrix, 1) if self._mirror else matrix

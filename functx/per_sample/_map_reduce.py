@@ -12,7 +12,7 @@ from functx._jacobians import jacfwd, jacrev
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, Counted, InDims
 from functx.per_sample._batched_function import BatchedFunction, Func
-from functx.per_sample._chunks import Reduction
+from functx.per_sample._chunks import Chunks, Reduction
 
 Reduce = Callable[[Any], Any]
 Combine = Callable[[Any, Any], Any]
@@ -72,7 +72,8 @@ def map_reduce(
             )
         if combine is not None:
             raise ValueError(f"{api}: combine goes with a function for reduce, not with {reduce!r}")
-    function = BatchedFunction(api, func, None, in_dims, chunk_size, budget, randomness)
+    chunks = Chunks(api, chunk_size, budget, randomness)
+    function = BatchedFunction(func, None, in_dims, chunks)
     return function.over_batch(
         lambda batch: _Reduced(function, reduce, combine, accumulation_dtype)
     )
@@ -97,11 +98,8 @@ def jacobian(
             module, or a pair ``(module, criterion)``, as for `grads`: what the module, or the
             criterion, returns for a batch of one, which is taken off, is differentiated with
             respect to the parameters that require grad.
-        argnums: Which positional arguments to differentiate.
         mode: ``"reverse"``, a pullback for each number of the output, or ``"forward"``, a
             pushforward for each number of the input.
-        in_dims: As for `grads`: by default the differentiated arguments are shared.
-        has_aux: Whether ``func`` returns ``(output, aux)``.
 
     Returns:
         A function of the same arguments, for a batch, as `grads` returns one: for each output of
@@ -124,23 +122,11 @@ def jacobian(
     api = "per_sample.jacobian"
     if mode not in ("reverse", "forward"):
         raise ValueError(f"{api}: mode must be 'reverse' or 'forward', got {mode!r}")
-    function = BatchedFunction(
-        api, func, argnums, in_dims, chunk_size, budget, randomness, outputs=True
-    )
+    chunks = Chunks(api, chunk_size, budget, randomness)
+    function = BatchedFunction(func, argnums, in_dims, chunks, outputs=True)
     transform: Any = jacrev if mode == "reverse" else jacfwd
     of_one = transform(function.func, argnums, has_aux=has_aux)
-    return function.over_batch(lambda batch: _EachJacobian(of_one, randomness))
-
-
-class _EachJacobian(Reduction):
-    """Results of all examples, side by side."""
-
-    def __init__(self, func: Callable[..., Any], randomness: str) -> None:
-        super().__init__()
-        self._func, self._randomness = func, randomness
-
-    def run(self, batch: Batch) -> Any:
-        return batch.map(self._func, self._randomness)
+    return function.over_batch(lambda batch: Reduction(of_one, randomness))
 
 
 class _Reduced(Reduction):
@@ -153,24 +139,23 @@ class _Reduced(Reduction):
         combine: Combine | None,
         dtype: torch.dtype | None,
     ) -> None:
-        super().__init__()
-        self._function, self._reduce, self._combine, self._dtype = function, reduce, combine, dtype
+        super().__init__(function.func, function.chunks.randomness)
+        self._api, self._reduce, self._combine, self._dtype = function.api, reduce, combine, dtype
         self._total: Any = None
         self._count = 0
 
     def run(self, batch: Batch) -> tuple[()]:
-        part = self._reduced(batch.map(self._function.func, self._function.randomness))
+        rows = super().run(batch)
+        if callable(self._reduce):
+            part = self._reduce(rows)
+        elif self._reduce in ("min", "max"):
+            part = _tree.map_(lambda leaf: getattr(leaf, f"a{self._reduce}")(0), rows)
+        else:
+            part = _tree.map_(lambda leaf: leaf.sum(0, dtype=self._dtype), rows)
         if self._count:
             part = self._combined(self._total, part)
         self._total, self._count = part, self._count + batch.size
         return ()
-
-    def _reduced(self, rows: Any) -> Any:
-        if callable(self._reduce):
-            return self._reduce(rows)
-        if self._reduce in ("min", "max"):
-            return _tree.map_(lambda leaf: getattr(leaf, f"a{self._reduce}")(0), rows)
-        return _tree.map_(lambda leaf: leaf.sum(0, dtype=self._dtype), rows)
 
     def _combined(self, before: Any, part: Any) -> Any:
         if self._combine is not None:
@@ -179,20 +164,20 @@ class _Reduced(Reduction):
         (flat, spec), (parts, part_spec) = _tree.flatten(before), _tree.flatten(part)
         if spec != part_spec:
             raise ValueError(
-                f"{self._function.api}: reduce returned another structure for another chunk, "
+                f"{self._api}: reduce returned another structure for another chunk, "
                 f"{_tree.shown(part_spec)} after {_tree.shown(spec)}; give combine"
             )
         for one, other in zip(flat, parts):
             if one.shape != other.shape:
                 raise ValueError(
-                    f"{self._function.api}: reduce returned shape {tuple(other.shape)} after "
+                    f"{self._api}: reduce returned shape {tuple(other.shape)} after "
                     f"{tuple(one.shape)} for another chunk, which can't be added; give combine"
                 )
         return _tree.unflatten(spec, map(how, flat, parts))
 
     def result(self, counted: Counted) -> Any:
         if counted.empty and self._reduce != "sum":
-            raise ValueError(f"{self._function.api}: no example to reduce")
+            raise ValueError(f"{self._api}: no example to reduce")
         if counted.empty:
             return _tree.map_(torch.zeros_like, self._total)
         if self._reduce == "mean":

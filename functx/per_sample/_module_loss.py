@@ -71,11 +71,6 @@ def module_loss(
             f"({type(module).__name__}, {type(criterion).__name__})"
         )
 
-    def only_row(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or len(leaf) != 1:
-            return leaf
-        return leaf.squeeze(0)
-
     def loss(params: Params, inputs: Any, *targets: Any) -> Any:
         if not torch.compiler.is_compiling():
             check_module(module)
@@ -88,7 +83,7 @@ def module_loss(
             args, kwargs = (), dict(inputs)
         value = criterion(functional_call(module, params, tuple(args), kwargs), *targets)
         if outputs:
-            return _tree.map_(only_row, value)
+            return _tree.map_(_first_row, value)
         is_number = isinstance(value, torch.Tensor) and value.numel() == 1
         return value.reshape(()) if is_number else value
 
@@ -97,9 +92,8 @@ def module_loss(
     return loss
 
 
-def identity(output: Any, *targets: Any) -> Any:
-    """The criterion of a module alone."""
-    return output
+def _first_row(leaf: Any) -> Any:
+    return leaf.squeeze(0) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
 
 
 def trainable(module: nn.Module) -> Params:

@@ -34,10 +34,6 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _MOST_TERMS = 4
 
 
-class WrittenTo(RuntimeError):
-    """Code writes to what a product that was not computed has to be computed from."""
-
-
 class _Products:
     """Products of shape ``(c, m, n)``: the factors, or the numbers once they were needed.
 
@@ -110,7 +106,7 @@ def rows_of(gradient: torch.Tensor) -> Rows:
     if not isinstance(gradient, OuterProduct):
         return gradient
     terms = gradient.terms()
-    if not terms or len(terms[0][0]) != len(gradient):
+    if not terms or terms[0][0].shape[0] != len(gradient):
         return gradient.dense()
     return Factored(terms, gradient.shape)
 
@@ -186,7 +182,7 @@ class KeepFactors(_torch.TorchDispatchMode):
             if type(arg) is OuterProduct or not isinstance(arg, torch.Tensor):
                 continue
             if _torch.storage_address(arg) in self._factors:
-                raise WrittenTo("a factor of a gradient is written to in place")
+                raise RuntimeError("a factor of a gradient is written to in place")
 
     def _term(self, func: Any, args: tuple[Any, ...]) -> Term | None:
         """The factors of what an operation returns, if there are some."""
@@ -255,7 +251,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _ZEROES and args[1:] in ((), (0,)) and _leaves_out_row(one):
             return one
         if torch.Tag.inplace_view in func.tags:
-            raise WrittenTo("a gradient is laid out in another way, in place")
+            raise RuntimeError("a gradient is laid out in another way, in place")
     dense = _dense(args)
     result = func(*dense, **_dense(kwargs))
     return one if isinstance(one, OuterProduct) and result is dense[0] else result

@@ -50,9 +50,6 @@ class OneHot:
         """That of the factor, ``(c, T, size)``."""
         return torch.Size((*self.index.shape, self.size))
 
-    def __len__(self) -> int:
-        return len(self.index)
-
 
 Factor = torch.Tensor | OneHot
 Term = tuple[Factor, Factor]  # of shape (c, T, m) and (c, T, n); one of them is a tensor
@@ -157,11 +154,6 @@ class WeightedSum:
         added = added.permute([order.index(dim) for dim in range(len(order))])
         self._total = added if total is None else total + added
 
-    def add_sum(self, total: torch.Tensor) -> None:
-        """Add a sum over examples, which is not written to."""
-        before, form = self._total, torch.contiguous_format
-        self._total = total.clone(memory_format=form) if before is None else before + total
-
     def _add_product(self, left: Factor, right: Factor, weights: torch.Tensor) -> None:
         total = self.total()
         matrix = total.view(left.shape[2], -1)
@@ -180,6 +172,33 @@ class WeightedSum:
         if self._total is None:
             return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         return self._total.contiguous()
+
+
+def all_reduced(tensors: list[torch.Tensor], process_group: Any) -> list[torch.Tensor]:
+    """The sums of tensors over the ranks of a group: a buffer and an all-reduce for each device."""
+    if process_group is None or process_group is False:
+        return tensors
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "per_sample: process_group was given, but torch.distributed has no process group; call "
+            "torch.distributed.init_process_group first"
+        )
+    group: Any = None if process_group is True else process_group
+    if hasattr(group, "get_group"):  # a DeviceMesh of one dimension
+        group = group.get_group()
+    reduced = list(tensors)
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        numbers = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        # `cat` makes of several dtypes the one that holds all of them.
+        buffer = torch.cat([tensors[i].detach().reshape(-1) for i in numbers])
+        dist.all_reduce(buffer, group=group)
+        parts = buffer.split([tensors[i].numel() for i in numbers])
+        for i, part in zip(numbers, parts):
+            of_dtype = part.real if buffer.is_complex() and not tensors[i].is_complex() else part
+            reduced[i] = of_dtype.view(tensors[i].shape).to(tensors[i].dtype)
+    return reduced
 
 
 def _memory_order(row: torch.Tensor) -> list[int]:

@@ -39,6 +39,10 @@ CASES = {
     "through a mask": (lambda p, x: (x @ (p[0] * p[0].sign()).T).sin().sum(), "w", "t", False),
     "embedding": (lambda p, i: embed(p[0], i).sin().sum(), "e", "i", True),
     "embedding of one sequence": (lambda p, i: embed(p[0], i[None]).sin().sum(), "e", "i", True),
+    "embedding by frequency": (
+        lambda p, i: F.embedding(i, p[0], scale_grad_by_freq=True).sin().sum(),
+        *("e", "i", False),
+    ),
     "padded embedding": (lambda p, i: padded(p, i).sum(), "e", "i", True),
     "padded, looked up twice": (
         lambda p, i: (padded(p, i) * embed(p[0], i)).sum(),

@@ -24,22 +24,25 @@ def loss(w, x):
     return (w * x).sin().sum()
 
 
+class RunsOut(TorchDispatchMode):
+    """Memory runs out at one operation, counted from 1, or at a sine of too many examples."""
+
+    def __init__(self, at=0, most=B, error=None):
+        super().__init__()
+        self.at, self.most, self.count, self.sizes = at, most, 0, []
+        self.error = error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count, size = self.count + 1, 0
+        if func is torch.ops.aten.sin.default:
+            size = len(args[0]) if args[0].dim() == 2 else 1
+            self.sizes.append(size)
+        if self.count == self.at or size > self.most:
+            raise self.error
+        return func(*args, **(kwargs or {}))
+
+
 class TestOutOfMemory:
-    def limited(self, most, error):
-        """The loss, for as many examples as fit; and the sizes it was called with."""
-        sizes = []
-
-        def with_limit(w, x):
-            value = torch._C._functorch.get_unwrapped(x)
-            while torch._C._functorch.is_functorch_wrapped_tensor(value):
-                value = torch._C._functorch.get_unwrapped(value)
-            sizes.append(len(value) if value.dim() == 2 else 1)
-            if sizes[-1] > most:
-                raise error
-            return loss(w, x)
-
-        return with_limit, sizes
-
     @pytest.mark.parametrize(
         "error",
         [
@@ -53,25 +56,27 @@ class TestOutOfMemory:
         ids=["cuda", "cpu", "cpu, posix"],
     )
     def test_the_chunk_is_halved_and_remembered(self, error):
-        limited, sizes = self.limited(3, error)
-        f = per_sample.clipped_sum(limited, max_norm=0.5, return_norms=True)
-        with pytest.warns(RuntimeWarning, match="out of memory with") as caught:
-            total, extras = f(W, X)
-        assert sizes == [8, 4, 2, 2, 2, 2]
+        f = per_sample.clipped_sum(loss, max_norm=0.5, return_norms=True)
+        expected = f(W, X)
+        with (
+            pytest.warns(RuntimeWarning, match="out of memory with") as caught,
+            RunsOut(most=3, error=error) as limited,
+        ):
+            found = f(W, X)
+        assert limited.sizes == [8, 4, 2, 2, 2, 2]
+        assert_same((found[0], found[1].norms), (expected[0], expected[1].norms), eps=8)
         for warning, size in zip(caught, (8, 4), strict=True):
             assert f"out of memory with {size} examples at a time" in str(warning.message)
-        assert all(os.path.basename(w.filename) == os.path.basename(__file__) for w in caught)
-        expected, same = per_sample.clipped_sum(loss, max_norm=0.5, return_norms=True)(W, X)
-        assert_same((total, extras.norms), (expected, same.norms), eps=8)
-        sizes.clear()
-        f(W, X)  # it remembers, and does not warn again
-        assert sizes == [2, 2, 2, 2]
+            assert os.path.basename(warning.filename) == os.path.basename(__file__)
+        with RunsOut(most=3) as limited:
+            f(W, X)  # it remembers, and does not warn again
+        assert limited.sizes == [2, 2, 2, 2]
 
     def test_one_example_that_does_not_fit_raises(self):
-        limited, sizes = self.limited(0, torch.OutOfMemoryError("CUDA out of memory"))
-        with pytest.raises(torch.OutOfMemoryError), pytest.warns(RuntimeWarning):
-            per_sample.norms(limited)(W, X)
-        assert sizes == [8, 4, 2, 1]
+        limited = RunsOut(most=0)
+        with pytest.raises(torch.OutOfMemoryError), pytest.warns(RuntimeWarning), limited:
+            per_sample.norms(loss)(W, X)
+        assert limited.sizes == [8, 4, 2, 1]
 
     def test_a_sum_that_cannot_be_undone_is_an_error(self, monkeypatch):
         def fails(self, *args):
@@ -90,21 +95,27 @@ def network(weights, x):
 
 
 class TestBudget:
-    @pytest.mark.parametrize("make", ["clipped_sum", "norms", "grads", "jacobian", "map_reduce"])
+    @pytest.mark.parametrize(
+        "make",
+        ["clipped_sum", "norms", "grads", "jacobian", "map_reduce", "gram", "gram of others"],
+    )
     def test_it_is_kept_and_used(self, make):
         weights, x, loss = deep_mlp(layers=6, batch=16, width=24)
-        function = {"jacobian": lambda w, x: network(w, x)[:4], "map_reduce": functx.grad(loss)}
+        scores = lambda w, x: network(w, x)[:4]
+        function = {"jacobian": scores, "gram": scores, "map_reduce": functx.grad(loss)}
         options = {"clipped_sum": {"max_norm": 1.0}, "map_reduce": {"in_dims": (None, 0)}}
+        make, _, others = make.partition(" of ")
         f = functools.partial(
             getattr(per_sample, make), function.get(make, loss), **options.get(make, {})
         )
-        whole, least = (peak(f(chunk_size=size), weights, x) for size in (16, 1))
+        more = {"others": x[:7].sin()} if others else {}
+        whole, least = (peak(f(chunk_size=size), weights, x, **more) for size in (16, 1))
         for budget in (whole, (whole + 3 * least) // 4):
             limited = f(budget=budget)
-            limited(weights, x)  # measures
-            used = memory.peak(limited, weights, x)
+            limited(weights, x, **more)  # measures
+            used = memory.peak(limited, weights, x, **more)
             assert 0.5 * budget < used <= budget
-        assert_same(limited(weights, x), f()(weights, x), eps=64)
+        assert_same(limited(weights, x, **more), f()(weights, x, **more), eps=64)
 
     def test_it_may_be_a_text_or_a_share_of_all_at_once(self):
         weights, x, loss = deep_mlp(layers=6, batch=16, width=24)
@@ -146,8 +157,10 @@ class TestRandomness:
     @pytest.mark.parametrize("generator", [None, torch.Generator()])
     def test_error_is_the_default(self, chunk_size, generator):
         f = functools.partial(noisy, generator=generator)
-        with pytest.raises(RuntimeError, match="random"):
+        with pytest.raises(RuntimeError, match="random") as caught:
             per_sample.grads(f, chunk_size=chunk_size)(W, X)
+        if chunk_size != 1:
+            assert "per_sample: give it randomness='different'" in caught.value.__notes__[0]
 
     def test_different_draws_for_each_example(self, chunk_size):
         f = per_sample.grads(noisy, randomness="different", chunk_size=chunk_size)
@@ -161,33 +174,17 @@ class TestRandomness:
         assert_same(rows, torch.randn(3, dtype=DTYPE).expand(B, 3), eps=2)
 
 
-def test_random_numbers_that_nobody_allowed_are_an_error_that_says_how():
-    with pytest.raises(RuntimeError, match="random") as caught:
-        per_sample.grads(noisy)(W, X)
-    assert "per_sample: give it randomness='different'" in caught.value.__notes__[0]
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-def test_both_passes_see_the_same_random_numbers(passes):
-    torch.manual_seed(5)
-    noise = torch.randn(B, 3, dtype=DTYPE)
-    expected = (0.5 / noise.norm(dim=1)).clamp(max=1) @ noise
-    f = per_sample.clipped_sum(noisy, max_norm=0.5, passes=passes, randomness="different")
-    torch.manual_seed(5)
-    assert_same(f(W, X), expected, eps=8)
-
-
 class TestCompositions:
     def reference(self, w, x, scale=1.0):
         gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x) * scale
         return (0.5 / gradients.square().sum(1).sqrt()).clamp(max=1) @ gradients
 
     @pytest.mark.parametrize(
-        ("library", "chunk_size", "passes"),
-        [(torch.func, None, 1), (torch.func, 3, 2), (functx, 1, 1), (functx, None, 2)],
+        ("library", "chunk_size"),
+        [(torch.func, None), (torch.func, 3), (functx, 1), (functx, None)],
     )
-    def test_it_works_inside_transforms(self, library, chunk_size, passes):
-        f = per_sample.clipped_sum(loss, max_norm=0.5, chunk_size=chunk_size, passes=passes)
+    def test_it_works_inside_transforms(self, library, chunk_size):
+        f = per_sample.clipped_sum(loss, max_norm=0.5, chunk_size=chunk_size)
         v = numbers(3, start=3.0)
         for transformed in (
             lambda f: library.grad(lambda w: f(w, X).square().sum())(W),
@@ -231,9 +228,6 @@ class TestBytes:
         """Nothing in it is a product of a weight: no gradient is known by factors."""
         return self.loss([w * mask for w, mask in zip(weights, self.masks)], x)
 
-    def clipped(self, passes, loss=None):
-        return per_sample.clipped_sum(loss or self.masked, max_norm=1.0, passes=passes)
-
     def test_norms_keep_one_leaf_at_a_time(self):
         measured = lambda f: peak(f, self.weights, self.x)
         norms, masked = (measured(per_sample.norms(f)) for f in (self.loss, self.masked))
@@ -242,36 +236,15 @@ class TestBytes:
         assert norms < 0.05 * everything
         assert norms < masked < 0.35 * everything
 
-    def test_two_passes_are_chosen_where_gradients_are_large(self, monkeypatch):
-        monkeypatch.setattr(per_sample._gradient_reductions, "_SMALL", 0)
-        peaks = {n: peak(self.clipped(n), self.weights, self.x) for n in (None, 1, 2)}
-        assert peaks[None] <= 1.1 * peaks[2] < 0.5 * peaks[1]
-        x = self.x.unsqueeze(1).expand(-1, 40, -1).contiguous()  # 40 times the activations
-        counts = {n: count(self.clipped(n), self.weights, x)["tanh"] for n in (1, 2)}
-        assert counts == {1: 8, 2: 16}
-        f = self.clipped(None)
-        f(self.weights, x)  # measures
-        assert count(f, self.weights, x)["tanh"] == 8
-
-    def test_a_loss_that_changes_is_not_run_twice(self):
-        calls = []
-
-        def changing(w, x):
-            calls.append(1)
-            return loss(w, x) * len(calls)
-
-        f = per_sample.clipped_sum(changing, max_norm=1.0, passes=2)
-        with pytest.raises(RuntimeError, match="other values when it ran a second time"):
-            f(W, X)
-
     @torch.no_grad()
     def test_a_chunk_of_one_keeps_one_gradient(self):
         f = per_sample.clipped_sum(self.loss, max_norm=1.0, chunk_size=1)
         assert peak(f, self.weights, self.x) < 2.2 * self.one
 
-    def test_one_pass_runs_nothing_twice(self):
+    def test_nothing_runs_twice(self):
         for loss in (self.loss, self.masked):
-            counts = count(self.clipped(1, loss), self.weights, self.x)
+            clipped = per_sample.clipped_sum(loss, max_norm=1.0)
+            counts = count(clipped, self.weights, self.x)
             assert counts["tanh"] == counts["tanh_backward"] == 8
 
 
@@ -285,44 +258,28 @@ def loss_of_all(p, x):
     return ((h * p[0][0]) @ p[2]).sin().sum() + (x[:3] * p[1]).square().sum()
 
 
-class RunsOut(TorchDispatchMode):
-    """At one operation, counted from 1, memory runs out."""
-
-    def __init__(self, at):
-        super().__init__()
-        self.at, self.count = at, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        if self.count == self.at:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return func(*args, **(kwargs or {}))
-
-
 GRADIENTS = slow(loss_of_all, PARAMS, ROWS)
 NORMS = slow_norms(GRADIENTS)
 LIMIT = NORMS.mean().item()
 SUM = slow_sum(GRADIENTS, (LIMIT / NORMS).clamp(max=1))
 
 
-def clipped(passes):
-    return lambda: per_sample.clipped_sum(
-        loss_of_all, max_norm=LIMIT, passes=passes, chunk_size=4, return_norms=True
-    )
-
-
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (clipped(1), (SUM, (None, NORMS, None))),
-        (clipped(2), (SUM, (None, NORMS, None))),
+        (
+            lambda: per_sample.clipped_sum(
+                loss_of_all, max_norm=LIMIT, chunk_size=4, return_norms=True
+            ),
+            (SUM, (None, NORMS, None)),
+        ),
         (lambda: per_sample.norms(loss_of_all, chunk_size=4), (NORMS,)),
         (
             lambda: per_sample.grads(loss_of_all, chunk_size=4, return_norms=True),
             ([torch.stack(leaf) for leaf in zip(*GRADIENTS)], (None, NORMS, None)),
         ),
     ],
-    ids=["clipped_sum", "clipped_sum, passes=2", "norms", "grads"],
+    ids=["clipped_sum", "norms", "grads"],
 )
 def test_at_any_operation_the_chunk_is_halved(make, expected, monkeypatch):
     monkeypatch.setattr(gc, "collect", lambda: 0)  # it takes longer than all else here

@@ -1,17 +1,19 @@
-"""Gradients of chunks by torch.compile: those of eager, or a warning and eager."""
+"""Gradients of chunks by `functx.jit`: those of eager, or a warning and eager."""
 
+import functools
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
 import torch
 from cases import custom_function, numbers
-from references import assert_same
+from references import assert_same, count
 from torch import nn
 from torch.nn import functional as F
 
 import functx
 from functx import per_sample
-from functx.per_sample import _compiled_gradients
+from functx.per_sample import _chunk_gradients
 
 
 class Graphs:
@@ -19,9 +21,11 @@ class Graphs:
 
     def __init__(self):
         self.made = self.ran = 0
+        self.operations = Counter()
 
     def __call__(self, graph, inputs):
         self.made += 1
+        self.operations.update(str(node.target) for node in graph.graph.nodes)
 
         def run(*args):
             self.ran += 1
@@ -53,9 +57,20 @@ def of_dicts(params, shared, batch, *, power=2):
 
 DICTS = ({"w": torch.randn(5, 2), "b": torch.randn(2)}, torch.randn(2), {"y": Y, "x": X})
 OF_DICTS = {"has_aux": True, "in_dims": (None, None, 0), "argnums": (0, 1)}
+bounded = custom_function(
+    lambda x: x.clone(), lambda ctx, g: g.clamp(-1, 1), lambda ctx, inputs, output: None
+)
+
+
+def hooked(w, x):
+    h = w * x
+    h.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    return (h * x).sum()
+
+
+W = torch.full((5,), 0.5)
 KINDS = {
     "clipped_sum": (per_sample.clipped_sum, PAIR, (X, Y), {"max_norm": 0.1, "return_norms": True}),
-    "passes": (per_sample.clipped_sum, PAIR, (X, Y), {"max_norm": 0.1, "passes": 2}),
     "norms": (per_sample.norms, PAIR, (X, Y), {"return_values": True}),
     "groups": (
         per_sample.clipped_sum,
@@ -63,25 +78,41 @@ KINDS = {
         DICTS,
         {**OF_DICTS, "max_norm": ({"w": 0.1, "b": 1.0}, 0.5), "return_values": True},
     ),
+    "own backward": (per_sample.grads, lambda w, x: (bounded(w) * x).sum(), (W, 3 * X), {}),
+    # Also in a transform inside, on whose tape the Function is not.
+    "own backward inside": (
+        per_sample.grads,
+        lambda w, x: functx.grad(lambda x: (bounded(x) * w).sum())(x).square().sum(),
+        *((4 * W * X[0], X), {}),
+    ),
+    "hook on a tensor": (per_sample.grads, hooked, (W, 3 * X), {}),
+    "random numbers": (
+        per_sample.grads,
+        lambda w, x: (F.dropout(w * x, 0.5) ** 2).sum(),
+        *((W, X), {"randomness": "different"}),
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_eager(graphs, kind):
     make, func, args, options = KINDS[kind]
-    eager = make(func, chunk_size=4, **options)(*args)
+    eager = make(func, chunk_size=4, **options)
     compiled = make(func, chunk_size=4, compile={"backend": graphs}, **options)
     for calls in range(3):
-        assert_same(compiled(*args), eager, eps=64)
+        found = []
+        for f in (compiled, eager):
+            torch.manual_seed(calls)
+            found.append(f(*args))
+        assert_same(*found, eps=64)
         # Two chunks of four; what is left over is not worth a graph. The first one of all may look
         # for factors.
-        if kind != "passes":
-            assert graphs.made == 1
-            assert graphs.ran in (2 * calls + 2, 2 * calls + 1)
+        assert graphs.made == 1
+        assert graphs.ran in (2 * calls + 2, 2 * calls + 1)
 
 
 def test_few_shapes_are_compiled(graphs, monkeypatch):
-    monkeypatch.setattr(_compiled_gradients, "_SHAPES", 2)
+    monkeypatch.setattr(_chunk_gradients, "_SHAPES", 2)
     f = per_sample.grads(lambda w, x: (w * x).sin().sum(), compile={"backend": graphs})
     w = torch.randn(())
     for length in (1, 2, 1, 3, 4, 2):
@@ -91,66 +122,14 @@ def test_few_shapes_are_compiled(graphs, monkeypatch):
     assert (graphs.made, graphs.ran) == (2, 4)
 
 
-bounded = custom_function(
-    lambda x: x.clone(), lambda ctx, g: g.clamp(-1, 1), lambda ctx, inputs, output: None
-)
-
-
-def test_backwards_of_their_own_are_compiled(graphs):
-    """Also in a transform inside, on whose tape the Function is not."""
-    f = per_sample.grads(lambda w, x: (bounded(w) * x).sum(), 0, compile={"backend": graphs})
-    assert_same(f(torch.ones(5), 3 * X), (3 * X).clamp(-1, 1), eps=2)
-    inside = lambda w, x: functx.grad(lambda x: (bounded(x) * w).sum())(x).square().sum()
-    f = per_sample.grads(inside, compile={"backend": graphs})
-    for w, expected in ((torch.full((5,), 0.5), 1.0), (torch.full((5,), 2.0), 0.0)):
-        assert_same(f(w, X), torch.full((10, 5), expected), eps=4)
-    assert (graphs.made, graphs.ran) == (2, 3)
-
-
-def test_regions_stay_recomputed():
-    weights = [numbers(32, 32, start=float(i)) for i in range(12)]
-
-    def loss(remat):
-        layer = remat(lambda x, w: torch.tanh(x @ w))
-
-        def f(x):
-            for w in weights:
-                x = layer(x, w)
-            return x.sum()
-
-        return f
-
-    x = numbers(16, 32)
-    regions, plain = (
-        per_sample.grads(loss(remat), in_dims=0, compile={"backend": "aot_eager"})
-        for remat in (functx.remat, lambda f: f)
-    )
-    assert_same(regions(x), plain(x), eps=64)
-    peaks = [functx.memory.peak(f, x) for f in (regions, plain)]
-    assert peaks[0] <= functx.memory.peak(per_sample.grads(loss(functx.remat), in_dims=0), x)
-
-
-def test_random_numbers_are_those_of_eager(graphs):
-    loss = lambda w, x: (F.dropout(w * x, 0.5) ** 2).sum()
-    found = []
-    for compile in (False, {"backend": graphs}):
-        f = per_sample.grads(loss, randomness="different", compile=compile)
-        torch.manual_seed(0)
-        found.append([f(torch.ones(5), X) for _ in range(2)])
-    assert_same(*found, eps=16)
-    assert graphs.ran == 2
-
-
-def test_hooks_on_tensors_are_compiled_with_it(graphs):
-    def loss(w, x):
-        h = w * x
-        h.register_hook(lambda gradient: gradient.clamp(-1, 1))
-        return (h * x).sum()
-
-    f = per_sample.grads(loss, chunk_size=5, compile={"backend": graphs})
-    few = X.clamp(-1, 1)
-    for x in (few, 3 * few):
-        assert_same(f(torch.ones(5), x), x * x.clamp(-1, 1), eps=2)
+def test_regions_stay_recomputed(graphs):
+    weights, x = [numbers(8, 8, start=float(i)) for i in range(4)], numbers(3, 8)
+    layer = functx.remat(lambda x, w: torch.tanh(x @ w))
+    loss = lambda x: functools.reduce(layer, weights, x).sum()
+    eager = per_sample.grads(loss, in_dims=0)
+    compiled = per_sample.grads(loss, in_dims=0, compile={"backend": graphs})
+    assert_same(compiled(x), eager(x), eps=64)
+    assert graphs.operations["aten.tanh.default"] == count(eager, x)["tanh"] == 8
 
 
 def test_what_can_not_be_traced_runs_in_eager(graphs):
@@ -188,6 +167,7 @@ def test_eager_where_something_else_looks_on(graphs):
     found = f(asked, X)
     assert_same(found.detach(), expected, eps=16)
     assert_same(torch.autograd.grad(found.sum(), asked)[0], (-torch.sin(w * X) * X**2).sum(0), 64)
+    assert count(f, w, X)["cos"] == 2  # each operation of both chunks
     assert graphs.ran == 0
     assert_same(f(w, X), expected, eps=16)
     assert graphs.ran == 2

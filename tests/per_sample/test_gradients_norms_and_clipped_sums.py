@@ -1,7 +1,5 @@
 """Per-example gradients, norms and clipped sums are those of a loop over the examples."""
 
-import math
-
 import pytest
 import torch
 from cases import DTYPE, numbers
@@ -37,102 +35,87 @@ def flat(tree):
     return torch.utils._pytree.tree_leaves(tree)
 
 
-def looped():
-    params, x, y = problem()
-    return params, x, y, slow(loss, params, x, y)
+SIZES = [(), (0, 3), (1,), (3,), (2, 0), (40, 40), (30, 60, 1)]
+
+
+def of_any_size(params, x):
+    """Numbers, empty ones, ones that are not read, small and large ones together."""
+    return sum((p * (i + 1)).sin().sum() * x.sum() for i, p in enumerate(params) if i != 3)
+
+
+PROBLEMS = {
+    "network": (loss, *problem()),
+    "any size": (of_any_size, [numbers(*size, start=1.0) for size in SIZES], problem()[1]),
+}
 
 
 # One example alone takes another way where nothing could differentiate the result.
 @pytest.mark.parametrize("grad_mode", [True, False])
 @pytest.mark.parametrize("chunk_size", CHUNKS)
 class TestValues:
-    def test_gradients_and_norms_are_those_of_a_loop(self, chunk_size, grad_mode):
-        params, x, y, expected = looped()
-        options = {"chunk_size": chunk_size}
-        with torch.set_grad_enabled(grad_mode):
-            f = per_sample.grads(loss, return_values=True, return_norms=True, **options)
-            gradients, extras = f(params, x, y)
-            norms = per_sample.norms(loss, **options)(params, x, y)
-        assert_same(flat(gradients), [torch.stack(leaf) for leaf in zip(*expected)], eps=8)
-        assert_same((extras.norms, norms), (slow_norms(expected),) * 2, eps=8)
-        values = torch.stack([loss(params, *one) for one in zip(x, y)])
-        assert_same(extras.values, values, eps=8)
-        assert extras.aux is None
-
-    @pytest.mark.parametrize("passes", [None, 1, 2])
-    def test_clipped_sums_are_those_of_a_loop(self, chunk_size, grad_mode, passes):
-        params, x, y, gradients = looped()
+    @pytest.mark.parametrize("name", PROBLEMS)
+    def test_they_are_those_of_a_loop(self, name, chunk_size, grad_mode):
+        loss, params, *batch = PROBLEMS[name]
+        gradients = slow(loss, params, *batch)
         norms = slow_norms(gradients)
-        limit = norms.median().item()
-        options = {"passes": passes, "chunk_size": chunk_size, "return_norms": True}
+        limit = norms.mean().item()
+        options = {"chunk_size": chunk_size, "return_norms": True}
         with torch.set_grad_enabled(grad_mode):
-            total, extras = per_sample.clipped_sum(loss, max_norm=limit, **options)(params, x, y)
+            each, extras = per_sample.grads(loss, return_values=True, **options)(params, *batch)
+            alone = per_sample.norms(loss, chunk_size=chunk_size)(params, *batch)
+            total, of_sum = per_sample.clipped_sum(loss, max_norm=limit, **options)(params, *batch)
+        assert_same(flat(each), [torch.stack(leaf) for leaf in zip(*gradients)], eps=64)
+        assert_same((extras.norms, alone, of_sum.norms), (norms,) * 3, eps=64)
         assert norms.min() < limit < norms.max()
-        assert_same(flat(total), slow_sum(gradients, (limit / norms).clamp(max=1)), eps=16)
-        assert_same(extras.norms, norms, eps=8)
+        assert_same(flat(total), slow_sum(gradients, (limit / norms).clamp(max=1)), eps=64)
+        assert_same(extras.values, torch.stack([loss(params, *one) for one in zip(*batch)]), eps=8)
+        assert (extras.aux, of_sum.values) == (None, None)
 
     def test_aux_is_handed_out(self, chunk_size, grad_mode):
         with_aux = lambda w, x: ((w * x).sum(), {"scaled": w * x, "twice": [2 * x]})
         w, x = numbers(3), numbers(B, 3, start=1.0)
-        options = {"has_aux": True, "chunk_size": chunk_size}
-        for f in (
-            per_sample.grads(with_aux, **options),
-            per_sample.norms(with_aux, **options),
-            per_sample.clipped_sum(with_aux, max_norm=1, **options),
-        ):
+        for make, more in (("grads", {}), ("norms", {}), ("clipped_sum", {"max_norm": 1})):
+            f = getattr(per_sample, make)(with_aux, has_aux=True, chunk_size=chunk_size, **more)
             with torch.set_grad_enabled(grad_mode):
                 assert_same(f(w, x)[1], {"scaled": w * x, "twice": [2 * x]})
 
 
-class TestGroups:
-    def expected(self, parts, limits):
-        params, x, y = problem()
-        gradients = slow(loss, params, x, y)  # b and w of first, then rest
-        factors = {}
-        for part, limit in zip(parts, limits):
-            norms = slow_norms([[one[i] for i in part] for one in gradients])
-            factors |= dict.fromkeys(part, (limit / norms).clamp(max=1))
-        names = [i for i in range(4) if i in factors]
-        return [sum(f * one[i] for f, one in zip(factors[i], gradients)) for i in names]
+LABELS = {"first": "z", "rest": ["a", "z"]}
 
-    @pytest.mark.parametrize("passes", [1, 2])
-    @pytest.mark.parametrize("chunk_size", [None, 2])
-    def test_thresholds_are_a_prefix_of_the_parameters(self, chunk_size, passes):
-        params, x, y = problem()
-        limits = {"first": 0.5, "rest": [0.25, 2.0]}
-        total, extras = per_sample.clipped_sum(
-            loss, max_norm=limits, return_norms=True, passes=passes, chunk_size=chunk_size
-        )(params, x, y)
-        assert_same(flat(total), self.expected([(0, 1), (2,), (3,)], [0.5, 0.25, 2.0]), eps=16)
-        assert set(extras.norms) == {"first", "rest"}
-        assert [norm.shape for norm in extras.norms["rest"]] == [(B,), (B,)]
 
-    def test_groups_may_be_labels(self):
-        params, x, y = problem()
-        options = {"groups": {"first": "z", "rest": ["a", "z"]}, "return_norms": True}
-        total, extras = per_sample.clipped_sum(loss, max_norm={"z": 0.5, "a": 0.25}, **options)(
-            params, x, y
-        )
-        assert_same(flat(total), self.expected([(0, 1, 3), (2,)], [0.5, 0.25]), eps=16)
-        assert set(extras.norms) == {"z", "a"}
-        same, _ = per_sample.clipped_sum(loss, max_norm=0.5, **options)(params, x, y)
-        assert_same(flat(same), self.expected([(0, 1, 3), (2,)], [0.5, 0.5]), eps=16)
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize(
+    ("options", "parts", "limits"),
+    [
+        ({"max_norm": {"first": 0.5, "rest": [0.25, 2.0]}}, [(0, 1), (2,), (3,)], [0.5, 0.25, 2.0]),
+        ({"groups": LABELS, "max_norm": {"z": 0.5, "a": 0.25}}, [(0, 1, 3), (2,)], [0.5, 0.25]),
+        ({"groups": LABELS, "max_norm": 0.5}, [(0, 1, 3), (2,)], [0.5, 0.5]),
+    ],
+)
+def test_parts_of_the_parameters_are_clipped_together(options, parts, limits, chunk_size):
+    params, x, y = problem()
+    gradients = slow(loss, params, x, y)  # b and w of first, then rest
+    norms = [slow_norms([[one[i] for i in part] for one in gradients]) for part in parts]
+    factors = [(limit / norm).clamp(max=1) for limit, norm in zip(limits, norms)]
+    of_leaf = {i: factor for part, factor in zip(parts, factors) for i in part}
+    expected = [sum(f * one[i] for f, one in zip(of_leaf[i], gradients)) for i in range(4)]
+    f = per_sample.clipped_sum(loss, return_norms=True, chunk_size=chunk_size, **options)
+    total, extras = f(params, x, y)
+    assert_same(flat(total), expected, eps=16)
+    if groups := options.get("groups"):
+        assert_same(extras.norms, dict(zip("za", norms)), eps=8)
+        assert_same(per_sample.norms(loss, groups=groups)(params, x, y), extras.norms, eps=8)
+    else:
+        assert_same(extras.norms, {"first": norms[0], "rest": norms[1:]}, eps=8)
 
-    def test_norms_are_by_group(self):
-        params, x, y = problem()
-        gradients = slow(loss, params, x, y)
-        norms = per_sample.norms(loss, groups={"first": 1, "rest": 2})(params, x, y)
-        assert_same(norms[1], slow_norms([one[:2] for one in gradients]), eps=8)
-        assert_same(norms[2], slow_norms([one[2:] for one in gradients]), eps=8)
 
-    def test_each_argument_may_have_a_threshold(self):
-        of_two = lambda w, x, v: (w * x * v).sum()
-        w, x, v = numbers(3), numbers(B, 3, start=1.0), numbers(3, start=2.0)
-        total = per_sample.clipped_sum(of_two, (0, -1), max_norm=(0.5, 0.25))(w, x, v)
-        for position, limit, other in ((0, 0.5, v), (1, 0.25, w)):
-            gradients = x * other
-            factors = (limit / gradients.norm(dim=1)).clamp(max=1)
-            assert_same(total[position], factors @ gradients, eps=8)
+def test_each_argument_may_have_a_threshold():
+    of_two = lambda w, x, v: (w * x * v).sum()
+    w, x, v = numbers(3), numbers(B, 3, start=1.0), numbers(3, start=2.0)
+    total = per_sample.clipped_sum(of_two, (0, -1), max_norm=(0.5, 0.25))(w, x, v)
+    for found, limit, other in ((total[0], 0.5, v), (total[1], 0.25, w)):
+        gradients = x * other
+        assert_same(found, (limit / gradients.norm(dim=1)).clamp(max=1) @ gradients, eps=8)
 
 
 @pytest.mark.parametrize(
@@ -169,26 +152,6 @@ class TestArguments:
         f = per_sample.clipped_sum(product, in_dims=0, max_norm=100.0, chunk_size=2)
         assert_same(f(w, x), x.sum(0), eps=8)
 
-    @pytest.mark.parametrize("chunk_size", [None, 1, 2])
-    def test_padding_counts_for_nothing(self, chunk_size):
-        params, x, y = problem()
-        is_padding = torch.tensor([False, True, False, False, True])
-        bad = torch.where(is_padding[:, None], math.nan, x)
-        real = (params, x[~is_padding], y[~is_padding])
-        options = {"max_norm": 0.5, "chunk_size": chunk_size, "return_norms": True}
-        expected, few = per_sample.clipped_sum(loss, **options)(*real)
-        total, extras = per_sample.clipped_sum(loss, **options)(
-            params, bad, y, is_padding_example=is_padding
-        )
-        assert_same(total, expected, eps=8)
-        assert_same(extras.norms[~is_padding], few.norms, eps=8)
-        assert (extras.norms[is_padding] == 0).all()
-        gradients = per_sample.grads(loss, chunk_size=chunk_size)(
-            params, bad, y, is_padding_example=is_padding
-        )
-        assert all((leaf[is_padding] == 0).all() for leaf in flat(gradients))
-        assert_same(flat(gradients)[0][~is_padding], flat(per_sample.grads(loss)(*real))[0], eps=8)
-
     @pytest.mark.parametrize("batch", ["empty", "all padding"])
     def test_of_no_example_sums_are_zero(self, batch):
         params, x, y = problem()
@@ -208,14 +171,14 @@ class TestArguments:
     def test_an_iterator_is_the_batch_it_makes(self):
         params, x, y = problem()
         pairs = ((x[i : i + 2], y[i : i + 2]) for i in range(0, B, 2))
-        total, extras = per_sample.clipped_sum(loss, max_norm=0.5, return_norms=True)(params, pairs)
-        expected, same = per_sample.clipped_sum(loss, max_norm=0.5, return_norms=True)(params, x, y)
-        assert_same((total, extras.norms), (expected, same.norms), eps=8)
-        data = torch.utils.data.TensorDataset(x, y)
-        loader = torch.utils.data.DataLoader(data, batch_size=2)
-        assert_same(per_sample.norms(loss)(params, loader), extras.norms, eps=8)
-        gradients = per_sample.grads(loss)(params, iter(loader))
-        assert_same(gradients, per_sample.grads(loss)(params, x, y), eps=8)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2)
+        clipped = per_sample.clipped_sum(loss, max_norm=0.5)
+        for f, batches in (
+            (clipped, pairs),
+            (per_sample.norms(loss), loader),
+            (per_sample.grads(loss), iter(loader)),
+        ):
+            assert_same(f(params, batches), f(params, x, y), eps=8)
 
     def test_sums_are_accumulated_in_float32(self):
         x = torch.full((300, 1), 1.0, dtype=torch.bfloat16)
@@ -229,23 +192,3 @@ class TestArguments:
         huge = torch.full((1, 1), 300.0, dtype=torch.float16)  # its square is no float16
         norm = per_sample.norms(product)(torch.ones(1).half(), huge)
         assert (norm.item(), norm.dtype) == (300, torch.float32)
-
-    @pytest.mark.parametrize("chunk_size", [None, 1, 2])
-    def test_parameters_may_have_any_size(self, chunk_size):
-        """Numbers, empty ones, ones that the loss does not read, small and large ones together."""
-        sizes = [(), (0, 3), (1,), (3,), (2, 0), (40, 40), (30, 60, 1)]
-        params = [numbers(*size, start=float(len(size))) for size in sizes]
-
-        def of_all(params, x):
-            return sum((p * (i + 1)).sin().sum() * x.sum() for i, p in enumerate(params) if i != 3)
-
-        x = numbers(B, 3, start=2.0)
-        gradients = slow(of_all, params, x)
-        norms = slow_norms(gradients)
-        expected = slow_sum(gradients, (2.0 / norms).clamp(max=1))
-        for passes in (1, 2):
-            f = per_sample.clipped_sum(of_all, max_norm=2.0, passes=passes, chunk_size=chunk_size)
-            assert_same(f(params, x), expected, eps=64)
-        assert_same(per_sample.norms(of_all, chunk_size=chunk_size)(params, x), norms, eps=64)
-        each = per_sample.grads(of_all, chunk_size=chunk_size)(params, x)
-        assert_same(each, [torch.stack(leaf) for leaf in zip(*gradients)], eps=64)

@@ -92,11 +92,12 @@ WINGS = {
     "transforms": (
         (
             *("functx._transforms", "functx._jacobians", "functx._vmap", "functx._reverse_mode"),
-            *("functx._norms", "functx._dead_wrappers", "functx._arrays", "functx._tree"),
-            *("functx._validate", "functx._errors", "functx._lines", "functx"),
+            *("functx._dead_wrappers", "functx._arrays", "functx._tree", "functx._validate"),
+            *("functx._errors", "functx._lines", "functx"),
         ),
-        1_630,
+        1_300,
     ),
+    "normalisations": (("functx._norms",), 150),
     "policies": (
         (
             *("functx._save_policies", "functx._aten", "functx.checkpoint_policies"),
@@ -120,10 +121,10 @@ WINGS = {
         1_600,
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
-    "per_sample": (("functx.per_sample",), 2_760),
-    "jit, graph": (("functx._jit", "functx.graph"), 1_200),
-    "private torch": (("functx._torch",), 780),
-    "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 900),
+    "per_sample": (("functx.per_sample",), 2_500),
+    "jit, graph": (("functx._jit", "functx.graph"), 1_210),
+    "private torch": (("functx._torch",), 785),
+    "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_260),
     "compat": (("functx.compat",), 10_900),
 }
 

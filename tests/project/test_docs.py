@@ -77,8 +77,9 @@ def test_a_result_is_a_table(tmp_path):
 
 
 # They train a model, or want a package that `make test` does without.
-QUICK = ["budget", "models", "from_jax", "compiled"]
+QUICK = ["budget", "models", "from_jax", "compiled", "models_in_jax", "per_sample"]
 SHOWING = ["tutorial", "concepts", "when_not", "replay_errors", "torch_bugs", "migration"]
+SHOWING += ["to_jax"]
 LONG = ["loops", "dp_sgd", "flow_matching", "influence", "laplace", "ntk"]
 TUTORIALS = (pages.DOCS / "tutorials.md").read_text()
 SECTIONS = dict(re.findall(r"\n## ([^\n]*)\n(.*?)(?=\n## |\Z)", TUTORIALS, re.DOTALL))
@@ -91,6 +92,7 @@ SECTIONS = dict(re.findall(r"\n## ([^\n]*)\n(.*?)(?=\n## |\Z)", TUTORIALS, re.DO
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of matplotlib, about numpy
 def test_a_page_runs_and_makes_its_pictures(name, tmp_path):
     needs = {"dp_sgd": ["opacus"], "models": ["transformers"], "from_jax": ["flax", "equinox"]}
+    needs["models_in_jax"] = ["jax", "transformers"]
     for package in needs.get(name, ["sklearn"]):
         pytest.importorskip(package)
     page = pages.DOCS / f"{name}.md"
@@ -103,7 +105,7 @@ def test_a_page_runs_and_makes_its_pictures(name, tmp_path):
 @pytest.mark.parametrize("name", SHOWING)
 @pytest.mark.filterwarnings("default:Converting a tensor with requires_grad:UserWarning")
 def test_a_page_shows_what_it_prints(name, tmp_path):
-    if name == "migration":
+    if name in ("migration", "to_jax"):
         pytest.importorskip("jax")
     text = (pages.DOCS / f"{name}.md").read_text()
     printed = pages.run(text, name, tmp_path)

@@ -31,7 +31,7 @@ Fn = Callable[..., Any]
 _FAMILIES = """
 rules.pointwise rules.activations rules.special rules.reductions rules.sorting rules.views
 rules.indexing rules.linalg rules.windows rules.nn rules.sample_grid rules.fft
-rules.random_operations trace.distribution_checks
+rules.random_operations trace.value_checks
 """.split()  # noqa: SIM905
 
 

@@ -36,11 +36,11 @@ from functx import _torch as engine
 from functx._errors import LoweringError
 from functx.compat._to_jax.source_lines import at_line, note_source
 from functx.compat._to_jax.trace.composites import RECURRENT, REPLACED, layer_by_layer
-from functx.compat._to_jax.trace.distribution_checks import is_check
 from functx.compat._to_jax.trace.functions import within
 from functx.compat._to_jax.trace.nodes import is_differentiable, nodes_from_now
 from functx.compat._to_jax.trace.policies import with_examples
 from functx.compat._to_jax.trace.traced_draws import TracedDraws
+from functx.compat._to_jax.trace.value_checks import is_check
 from functx.compat._torch import (
     LOCAL_SCALAR,
     DataDependentOutputException,

@@ -24,13 +24,13 @@ from functx._remat import keep_regions, on_name
 from functx._torch import graphs
 from functx.compat._to_jax.rules.table import decompositions
 from functx.compat._to_jax.source_lines import at_line
-from functx.compat._to_jax.trace.distribution_checks import heed
 from functx.compat._to_jax.trace.functional import drop_writes_to_inputs, functional, lift_constants
 from functx.compat._to_jax.trace.functions import Interceptor, isolate
 from functx.compat._to_jax.trace.hand_over import hand_over
 from functx.compat._to_jax.trace.nodes import placeholders
 from functx.compat._to_jax.trace.tape import WITHOUT_TAPE, Asked, Observer, Tape, UserCalls
 from functx.compat._to_jax.trace.traced_draws import TracedDraws, only_torch_draws
+from functx.compat._to_jax.trace.value_checks import heed
 from functx.compat._torch import FakeTensorMode, applying, make_fx
 
 _NO_DATA = "data is not allocated yet"
@@ -130,6 +130,12 @@ def _run(
     try:
         with mode, keep_regions(), preserve_node_meta():
             return _traced(observed, inputs), used
+    except TypeError as err:
+        if "FakeTensor" in str(err) and "abstract array" in str(err):
+            raise TypeError(
+                f"to_jax takes torch functions, and {name} calls JAX{at_line(err)} on a tensor"
+            ) from err
+        raise
     except RuntimeError as err:
         if _NO_DATA in str(err) or graphs.reads_values(err):
             raise LoweringError(

@@ -350,3 +350,10 @@ def test_a_part_of_an_argument_is_an_activation(part):
     report.assert_agrees()
     assert [(r.activations, r.arguments) for r in report.kept_torch.by_region] == expected
     assert report.kept_torch.storages == 0
+
+
+def test_numbers_below_all_normal_ones_are_compared():
+    for dtype in (torch.float32, torch.float64):
+        least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        ours = [torch.tensor([least], dtype=dtype)]
+        assert difference(ours, [np.asarray(ours[0])], ours, [""], None, 0.0).agrees

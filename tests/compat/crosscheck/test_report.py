@@ -204,6 +204,7 @@ def test_agreement_is_status_0(arguments, folder, capsys):
     assert run(*arguments) == 0
     captured = capsys.readouterr()
     assert "grad" in captured.out or "jvp" in captured.out
+    assert captured.out.endswith("torch and JAX agree\n")
     assert captured.err == ""
 
 
@@ -248,6 +249,8 @@ def test_files_are_written(folder, capsys):
         (["net_to_check.py:missing", "--args", "float32[3]"], "ModuleNotFoundError: No module"),
         (["functx.compat.random:key"], "define `inputs` next to it"),
         (["torch.nn:Linear", "--args", "float32[3]"], "can't be made without arguments"),
+        (["net_to_check.py:missing", "--args", "float32[3]"], "net_to_check.py:22 in missing"),
+        (["hf:lama"], "no model type and no class 'lama'; near are llama"),
     ],
 )
 def test_what_can_not_be_compared_is_status_2(arguments, message, folder, capsys):
@@ -257,6 +260,16 @@ def test_what_can_not_be_compared_is_status_2(arguments, message, folder, capsys
     assert message in captured.err
     assert "TRACEBACK" not in captured.err
     assert captured.out == ""
+
+
+def test_a_model_type_of_transformers_is_checked_at_a_small_size(capsys):
+    assert run("hf:LlamaForCausalLM", "--transforms", "grad") == 0
+    assert "crosscheck LlamaForCausalLM" in capsys.readouterr().out
+
+
+def test_the_traceback_is_shown_where_it_is_asked_for(folder):
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        run("net_to_check.py:missing", "--args", "float32[3]", "--traceback")
 
 
 def test_without_jax_it_says_what_to_install(folder, monkeypatch, capsys):

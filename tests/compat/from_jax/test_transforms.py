@@ -323,6 +323,9 @@ def test_wrong_use_is_refused():
     for g in (torch.ones(2), jnp.ones(2), 3, torch.sin, torch.nn.Linear(2, 2)):
         with pytest.raises(TypeError, match="takes a JAX function"):
             from_jax(g)
+    with pytest.raises(TypeError, match="must be Tensor") as caught:
+        from_jax(lambda x: torch.sin(x))(torch.ones(2))
+    assert "takes JAX functions, and <lambda> calls torch" in caught.value.__notes__[0]
     for options in ({"static_argnames": "no_such_argument"}, {"static_argnums": "x"}):
         with pytest.raises((TypeError, ValueError)):
             from_jax(cube, **options)

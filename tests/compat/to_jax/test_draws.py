@@ -201,6 +201,15 @@ def test_any_distribution_checks_its_arguments(name):
     assert np.isnan(lowered(ARRAY * jnp.asarray([-1, 1, 1]))).all()
 
 
+def test_a_check_of_all_values_makes_results_nan_where_it_fails():
+    def f(x):
+        torch._check_tensor_all_with(ValueError, x > 0, lambda: "positive")
+        return x.log()
+
+    assert np.isfinite(jax.jit(to_jax(f))(ARRAY)).all()
+    assert np.isnan(jax.jit(to_jax(f))(-ARRAY)).all()
+
+
 class Asking(td.constraints.Constraint):
     def check(self, value):
         return torch.tensor(bool((value > 0).all()))

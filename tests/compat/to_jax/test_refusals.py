@@ -101,6 +101,10 @@ def test_an_argument_that_can_not_be_lowered_is_refused(args, options, error, me
 def test_what_is_no_function_of_torch_is_refused(bad):
     with pytest.raises(TypeError, match="takes a torch function"):
         to_jax(bad)
+    with pytest.raises(
+        TypeError, match=r"<lambda> calls JAX at .*test_refusals.py:\d+ in <lambda>"
+    ):
+        to_jax(lambda x: jnp.sin(x))(jnp.ones(2))
 
 
 def test_batch_norm_in_training_is_refused():

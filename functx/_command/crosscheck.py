@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from functx._command import CommandError, add_options, found, literal, status, write
+from functx._command.target import CommandError, add_options, found, literal, status, write
 
 AGREE, DISAGREE = 0, 1
 
@@ -23,11 +23,12 @@ examples:
   functx crosscheck net.py:loss --inputs make_inputs
   functx crosscheck package.model:Model --args 'float32[4,3]' --transforms value grad hessian
   functx crosscheck net.py:loss --inputs make_inputs --in-dims None,0 --html report.html
+  functx crosscheck hf:llama
 
 exit status: 0 if torch and JAX agree, 1 if they don't, 2 if they could not be compared."""
 
 
-def add_to(commands: Any) -> None:
+def add_crosscheck(commands: Any) -> None:
     """Add the command and its options to those of a parser."""
     parser = commands.add_parser(
         "crosscheck",
@@ -87,6 +88,7 @@ def run(options: argparse.Namespace) -> int:
     problems = report.problems()
     for problem in problems:
         print(f"functx crosscheck: {problem}", file=sys.stderr)
+    print("torch and JAX disagree" if problems else "torch and JAX agree")
     return DISAGREE if problems else AGREE
 
 

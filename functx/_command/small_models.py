@@ -1,22 +1,29 @@
 """Every model type of transformers at a small size, with random weights and inputs that it takes.
 
-Configurations are made small by the names of their numbers, and inputs are found by trying what the
-names in the signature of ``forward`` can mean; a few types need more than that.
+Numbers are of torch's default dtype. Configurations are made small by the names of their numbers,
+and inputs are found by trying what the names in the signature of ``forward`` can mean; a few types
+need more than that.
 """
+
+from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import importlib
 import inspect
 import itertools
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+import transformers
 from torch.utils import _pytree as pytree
 from transformers import MODEL_MAPPING, PreTrainedModel, ResNetConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-DTYPE, TYPES = torch.float64, [*CONFIG_MAPPING]
+TYPES = [*CONFIG_MAPPING]
 
 # What numbers of these names may be at most: the first pattern that is found counts.
 CAPS = {
@@ -63,7 +70,7 @@ EXTRA = {
 }
 
 
-def small(default, fill=False, scale=1):
+def small(default: Any, fill: bool = False, scale: int = 1) -> Any:
     """A configuration as ``default``, made small; if asked, numbers that it leaves open are set."""
     values, kwargs = vars(default), {}
     declared = {f.name: f.default for f in dataclasses.fields(default)}
@@ -94,7 +101,7 @@ def small(default, fill=False, scale=1):
     return type(default)(**kwargs | EXTRA.get(default.model_type, {}))
 
 
-def _smaller(name, value, count, scale):
+def _smaller(name: str, value: Any, count: int, scale: int) -> Any:
     if isinstance(value, (list, tuple)):
         items = [_smaller(name, item, 0, scale) for item in value]
         return type(value)(items[:2] if len(items) == count > 2 else items)
@@ -108,7 +115,7 @@ def _smaller(name, value, count, scale):
     return value if cap is None else min(value, cap * (scale if re.search(WIDTHS, name) else 1))
 
 
-def _classes(config):
+def _classes(config: Any) -> list[Any]:
     """Classes of models that take a configuration, the most basic ones first."""
     known = MODEL_MAPPING.get(type(config), ())
     known = [*known] if isinstance(known, (tuple, list)) else [known]
@@ -122,14 +129,14 @@ def _classes(config):
     return [*known, *sorted(others, key=lambda c: "For" in c.__name__)]
 
 
-def _candidates(name, config, names):
+def _candidates(name: str, config: Any, names: Any) -> list[torch.Tensor]:
     """What an argument of this name could be: tensors for a batch of two."""
     g = torch.Generator().manual_seed(1)
 
-    def real(*shape):
-        return torch.randn(*shape, generator=g, dtype=DTYPE)
+    def real(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g)
 
-    def number(pattern, default):
+    def number(pattern: str, default: int) -> int:
         for part in (config, *(getattr(config, n, None) for n in config.sub_configs)):
             for key, value in vars(part).items() if part is not None else ():
                 if re.search(pattern, key) and type(value) in (int, list, tuple) and value:
@@ -166,7 +173,7 @@ def _candidates(name, config, names):
 USUAL = ("input_ids", "decoder_input_ids", "bbox", "pixel_values", "input_features", "input_values")
 
 
-def _attempts(model):
+def _attempts(model: Any) -> Iterator[dict[str, Any]]:
     """Keyword arguments that the model may take, the most complete ones first."""
     parameters = inspect.signature(model.forward).parameters
     options = {name: _candidates(name, model.config, parameters) for name in parameters}
@@ -183,25 +190,25 @@ def _attempts(model):
                 yield dict(zip(names, values))
 
 
-def outputs(out):
+def outputs(out: Any) -> list[torch.Tensor]:
     """The floating point tensors that a model returned."""
     leaves = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
     return [t for t in leaves if t.is_floating_point()]
 
 
-def loss(out):
+def loss(out: Any) -> torch.Tensor:
     """A number of all outputs, by weights that differ."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros(())
     for i, t in enumerate(outputs(out)):
         weights = torch.cos(torch.arange(t.numel(), dtype=total.dtype) * 1.7 + i).reshape(t.shape)
         total = total + (t.to(total.dtype) * weights).sum()
     return total
 
 
-def make(cls, config):
+def make(cls: Any, config: Any) -> Any:
     """A model in training mode, from a fixed seed."""
     torch.manual_seed(0)
-    model = cls(copy.deepcopy(config)).to(DTYPE).train()
+    model = cls(copy.deepcopy(config)).to(torch.get_default_dtype()).train()
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():  # some are zero at first
@@ -209,18 +216,29 @@ def make(cls, config):
     return model
 
 
-def find(name):
+def find(name: str) -> tuple[Any, Any, dict[str, Any]]:
     """A class of models of a type, its configuration, and keyword arguments that the model takes.
 
+    Args:
+        name: Of a model type (``"llama"``), or of a class of models (``"LlamaForCausalLM"``).
+
     Raises:
+        LookupError: There is no such type or class.
         ValueError: None was found that runs; with the first reason.
     """
+    wanted = getattr(transformers, name, None) if name not in CONFIG_MAPPING else None
+    if wanted is not None:
+        name = wanted.config_class.model_type
+    elif name not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(name, TYPES, cutoff=0.5)
+        hint = f"; near are {', '.join(near)}" if near else ""
+        raise LookupError(f"transformers has no model type and no class {name!r}{hint}")
     reasons = []
     for options in ({}, {"fill": True}, {"fill": True, "scale": 4}):
         try:
             config = small(CONFIG_MAPPING[name](), **options)
             config._attn_implementation, config._experts_implementation = "eager", "batched_mm"
-            for cls in _classes(config):
+            for cls in [wanted] if wanted else _classes(config):
                 try:
                     return cls, config, _inputs(make(cls, config))
                 except Exception as error:
@@ -232,7 +250,7 @@ def find(name):
     raise ValueError(f"{type(reasons[0]).__name__}: {reasons[0]}")
 
 
-def _inputs(model):
+def _inputs(model: Any) -> dict[str, Any]:
     reasons = [ValueError(f"no inputs are known for {type(model).__name__}")]
     for kwargs in _attempts(model):
         try:
@@ -241,3 +259,19 @@ def _inputs(model):
         except Exception as error:
             reasons.append(error)
     raise reasons[:2][-1]
+
+
+def loss_of(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """A number of all outputs of a model, in eval mode, as a function; and its arguments.
+
+    These are the parameters by name, and a dictionary of the model's keyword arguments.
+    """
+    cls, config, inputs = find(name)
+    model = make(cls, config).eval()
+    params = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+
+    def loss_of_model(params: Any, inputs: Any) -> torch.Tensor:
+        return loss(torch.func.functional_call(model, params, (), inputs))
+
+    loss_of_model.__name__ = loss_of_model.__qualname__ = cls.__name__
+    return loss_of_model, (params, inputs)

@@ -1,10 +1,11 @@
-"""What ``torch.distributions`` asks of its arguments, where there are no values to ask.
+"""What is asked of values to raise an error, where there are no values to ask.
 
-A distribution reads whether its parameters and samples are valid as a Python number, to raise a
-``ValueError``.  A function is traced before it has data, so the answer while it is traced is that
-they are valid, and the question goes into the graph: where it turns out that they were not, every
-floating-point result of the function (or of the region in it that asked) is NaN.  Other reads of
-values, a rejection sampler's for one, are no such questions and are refused as anywhere.
+``torch.distributions`` reads whether parameters and samples are valid as a Python number, to raise
+a ``ValueError``, and so does ``torch._check_tensor_all``, which models of transformers call.  A
+function is traced before it has data, so the answer while it is traced is that they are valid, and
+the question goes into the graph: where it turns out that they were not, every floating-point result
+of the function (or of the region in it that asked) is NaN.  Other reads of values, a rejection
+sampler's for one, are no such questions and are refused as anywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _library.impl("unless", lambda x, valid: x.clone(), "CompositeExplicitAutograd")
 
 _asked = has_side_effect(torch.ops.functx.asked.default)  # nothing reads it
 _unless = torch.ops.functx.unless.default
-_ASKING = ("__init__", "_validate_sample", "check")
+_ASKING = {
+    "torch.distributions.": ("__init__", "_validate_sample", "check"),
+    "torch": ("_check_tensor_all_with",),
+}
 
 
 def is_check(answer: torch.Tensor, again: bool) -> bool:
@@ -39,7 +43,7 @@ def is_check(answer: torch.Tensor, again: bool) -> bool:
         answer: what is read.
         again: whether the graph has it already, from another run of the same code.
     """
-    if not asked_by("torch.distributions", _ASKING):
+    if not asked_by(_ASKING):
         return False
     if engine.proxy_mode() is not None and not again:
         _asked(answer)

@@ -1,0 +1,136 @@
+"""Layers of the same code become one ``lax.scan``, and nothing else about the function changes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import functx
+from functx import checkpoint_policies
+from functx.compat import to_jax
+
+from ..helpers import count_dots
+
+LENGTH = 6
+
+
+class Layer(nn.Module):
+    """Has an operand of its own, one that all share, a second result, and dropout."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.linear, self.rate = nn.Linear(4, 4, dtype=torch.float64), rate
+
+    def forward(self, x, shift):
+        y = nn.functional.dropout(torch.tanh(self.linear(x)) + shift, self.rate, self.training)
+        return y, y.square().mean()
+
+
+class Net(nn.Module):
+    def __init__(self, rate=0.0):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(rate) for _ in range(LENGTH))
+
+    def forward(self, x):
+        shift, recorded = x.mean(), []
+        for layer in self.layers:
+            x, mean = layer(x, shift)
+            recorded += [mean, x.sum()]
+        return x, torch.stack(recorded)
+
+
+@pytest.fixture(autouse=True)
+def doubles():
+    with jax.enable_x64(True):
+        yield
+
+
+X = np.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def loss_of(fn, *key):
+    return lambda params, x: sum((out**2).sum() for out in fn(*key, params, x))
+
+
+def assert_close(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+def scans(f, *args):
+    """The lengths of the loops of a function."""
+    equations = jax.make_jaxpr(f)(*args).jaxpr.eqns
+    inner = [e.params["jaxpr"].jaxpr.eqns for e in equations if e.primitive.name in ("pjit", "jit")]
+    return [e.params["length"] for e in sum(inner, equations) if e.primitive.name == "scan"]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_layers_become_one_scan_with_the_same_values_gradients_and_draws(rate):
+    torch.manual_seed(0)
+    net, key = Net(rate), (jax.random.key(0),) if rate else ()
+    params, plain = to_jax(net, rng=bool(rate))
+    _, scanned = to_jax(net, rng=bool(rate), scan="layers.*")
+    assert scans(loss_of(plain, *key), params, X) == []
+    assert scans(loss_of(scanned, *key), params, X) == [LENGTH]
+    expected = jax.value_and_grad(loss_of(plain, *key), (0, 1))(params, X)
+    assert_close(jax.value_and_grad(loss_of(scanned, *key), (0, 1))(params, X), expected)
+    assert functx.remat_regions(net) == []
+
+
+def test_the_layers_of_a_module_are_not_recomputed_and_regions_are():
+    net = Net()
+    params, scanned = to_jax(net, scan="layers.*")
+    dots = count_dots(
+        jax.grad(loss_of(scanned)), params, X
+    )  # each of the loops' bodies has its own
+    functx.apply_remat(net, "layers.*", policy=checkpoint_policies.nothing_saveable)
+    _, recomputed = to_jax(net, scan=True)
+    assert count_dots(jax.grad(loss_of(recomputed)), params, X) == dots + 1
+    assert functx.remat_regions(net) == [f"layers.{i}" for i in range(LENGTH)]
+
+
+def test_a_function_whose_layers_are_regions_is_scanned():
+    net = functx.apply_remat(Net(), "layers.*")
+    params = {name: jnp.asarray(p.detach().numpy()) for name, p in net.named_parameters()}
+
+    def loss(params, x):
+        return functx.functional_call(net, params, (x,))[0].square().sum()
+
+    assert scans(to_jax(loss, scan=True), params, X) == [LENGTH]
+    expected = jax.hessian(to_jax(loss), 1)(params, X)
+    assert_close(jax.hessian(to_jax(loss, scan=True), 1)(params, X), expected)
+
+
+def test_a_layer_that_differs_ends_the_run():
+    net = Net()
+    net.layers[3].linear = nn.Linear(4, 4, bias=False, dtype=torch.float64)
+    params, scanned = to_jax(net, scan="layers.*")
+    assert scans(loss_of(scanned), params, X) == [3, 2]
+    assert_close(scanned(params, X), to_jax(net)[1](params, X))
+
+
+def test_layers_with_other_operations_between_them_are_not_scanned_and_a_warning_says_so():
+    net = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(4, 4), nn.Tanh()))).double()
+    params, scanned = to_jax(net, scan=nn.Linear)
+    with pytest.warns(UserWarning, match="a layer reads what is computed between the layers"):
+        out = scanned(params, X)
+    assert_close(out, to_jax(net)[1](params, X))
+
+
+def test_a_warning_names_the_first_operation_that_differs():
+    net = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    )
+    params, scanned = to_jax(net.double(), scan="[01]")
+    with pytest.warns(UserWarning, match=r"aten.tanh.default at .* is not aten.relu.default"):
+        scanned(params, X)
+
+
+def test_what_to_scan_is_named_of_a_module_and_has_to_be_there():
+    with pytest.raises(ValueError, match="matches no submodule"):
+        to_jax(Net(), scan="blocks.*")
+    with pytest.raises(ValueError, match="is for modules"):
+        to_jax(torch.sin, scan="layers.*")
