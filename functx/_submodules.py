@@ -151,7 +151,7 @@ def _nothing(named: Named, where: Any, containers: Named) -> str:
         return "the model itself is one: functx.remat(model) makes a region of the whole."
     regex = where.pattern if isinstance(where, re.Pattern) else where
     text = regex if isinstance(regex, str) else getattr(where, "__name__", repr(where))
-    return f"{text!r} matches the whole name, or class, of no submodule. {_hint(named, text)}"
+    return f"{text!r} matches no submodule, by its whole name or class. {_hint(named, text)}"
 
 
 def _hint(named: Named, text: str = "") -> str:
