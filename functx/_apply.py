@@ -67,13 +67,6 @@ class RegionForward:
             return functools.partial(type(module).forward, module)
         return type(module).forward.__get__(module)
 
-    @property
-    def __globals__(self) -> Any:
-        """What ``torch.jit.script`` reads first of a function."""
-        raise AttributeError(
-            f"torch.jit.script can't read {self!r}; call functx.remove_remat(model) before"
-        )
-
     def __reduce__(self) -> Any:
         return RegionForward, (self.__self__, self.options, self.own)
 
@@ -154,13 +147,6 @@ def apply_remat(
             raise ValueError(
                 f"apply_remat: {name!r} was made by functx.remat and is a region already. Leave it "
                 "out of where, or build the model without."
-            )
-        checkpointed = getattr(module, "gradient_checkpointing", False)
-        if checkpointed and _submodules.is_marked_layer(module):
-            raise ValueError(
-                f"apply_remat: {name!r} is checkpointed by transformers already. Call "
-                "model.gradient_checkpointing_disable() first, or keep it and use "
-                "functx.patch_checkpoint()."
             )
     for name, module in found:
         title = f"{name} ({type(module).__name__})" if name else type(module).__name__

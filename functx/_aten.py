@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from functx._storages import tensors_in
+from functx import _tree
 
 # Products of matrices and vectors: those that can't have a batch dimension, ...
 _UNBATCHED = "mm mv dot vdot addmm addmv addr linear _addmm_activation _scaled_mm _int_mm"
@@ -38,4 +38,4 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
     formula = flop_registry.get(getattr(func, "overloadpacket", func))
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=out))
-    return sum(t.numel() for t in tensors_in(out))
+    return sum(t.numel() for t in _tree.parted(out)[0])

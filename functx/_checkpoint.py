@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from functx import _torch
 from functx._errors import RematError
 from functx._loops import checked_chain, composed
 from functx._remat import checked_options, run
@@ -28,7 +27,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def checkpoint(
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., Any],
     *args: Any,
     use_reentrant: bool | None = None,
     context_fn: Callable[[], Contexts] = noop_context_fn,
@@ -36,7 +35,6 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
     preserve_rng_state: bool | str = True,
-    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """``function(*args, **kwargs)``, as a region that keeps its inputs and is computed again.
@@ -46,7 +44,7 @@ def checkpoint(
     through its arguments get their gradients.
 
     Args:
-        function: any callable. With options alone, the call is a decorator with them.
+        function: any callable.
         *args: its arguments, any pytrees.
         use_reentrant: torch's choice between two implementations. Here is one, which computes what
             ``function`` would. ``True`` further means what it means there: replays run in full,
@@ -61,8 +59,6 @@ def checkpoint(
             Torch's ``set_checkpoint_early_stop`` overrules it, as ``set_checkpoint_debug_enabled``
             overrules ``debug``.
         preserve_rng_state: as for `functx.remat`.
-        respect_saved_tensors_hooks: no hook sees what a region keeps, so ``True`` is an error where
-            there are hooks and a policy.
         **kwargs: keyword arguments of ``function``.
 
     Returns:
@@ -81,25 +77,7 @@ def checkpoint(
         tensor([[1., 1., 1.],
                 [1., 1., 1.]])
     """
-    if function is None and not args and not kwargs:
-        return functools.partial(
-            _decorated,
-            use_reentrant=use_reentrant,
-            context_fn=context_fn,
-            determinism_check=determinism_check,
-            debug=debug,
-            early_stop=early_stop,
-            preserve_rng_state=preserve_rng_state,
-            respect_saved_tensors_hooks=respect_saved_tensors_hooks,
-        )
     check_callable(function, "checkpoint")
-    optional = {
-        "use_reentrant": use_reentrant,
-        "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
-    }
-    for name, value in {"debug": debug, "early_stop": early_stop, **optional}.items():
-        if not isinstance(value, bool) and (value is not None or name not in optional):
-            raise TypeError(f"checkpoint: {name} is {value!r}, expected True or False.")
     asked_to_stop, asked_to_debug = compiler.checkpoint_overrules()
     debug = debug if asked_to_debug is None else asked_to_debug
     early_stop = early_stop if asked_to_stop is None else asked_to_stop
@@ -111,10 +89,9 @@ def checkpoint(
                 f"Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True, as in "
                 "torch, checkpoint takes positional arguments only; pass use_reentrant=False."
             )
-        if has_contexts or debug or respect_saved_tensors_hooks is not None:
+        if has_contexts or debug:
             raise ValueError(
-                "Passing `context_fn`, `debug` or `respect_saved_tensors_hooks` is only supported "
-                "when use_reentrant=False."
+                "Passing `context_fn` or `debug` is only supported when use_reentrant=False."
             )
     if debug and has_contexts:
         raise ValueError(
@@ -140,12 +117,6 @@ def checkpoint(
             policy = getattr(forward, "policy_fn", None)
         if policy is None:
             body = _entered(function, forward, replays)
-        elif respect_saved_tensors_hooks and _torch.top_saved_tensor_hooks(True) is not None:
-            raise RematError(
-                "checkpoint: respect_saved_tensors_hooks=True, but no hook sees what a region of "
-                "functx keeps. To keep values in host memory use functx.remat with the policy "
-                "functx.checkpoint_policies.offload(...); else leave the option out."
-            )
     options = checked_options(
         policy=policy,
         preserve_rng_state=preserve_rng_state,
@@ -202,16 +173,6 @@ def checkpoint_sequential(
         piece = functools.partial(composed, *parts[number * size : (number + 1) * size])
         input = checkpoint(piece, input, use_reentrant=use_reentrant, **kwargs)
     return composed(*parts[size * (segments - 1) :], input)
-
-
-def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    check_callable(function, "checkpoint")
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(function, *args, **options, **kwargs)
-
-    return call
 
 
 def _entered(function: Any, forward: Any, replays: Any) -> Callable[..., Any]:

@@ -7,22 +7,17 @@ module has functx's: those that were imported meanwhile are covered too.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from functx import _reverse_mode
 from functx._checkpoint import checkpoint
 from functx._torch import compiler
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _lock = threading.Lock()
 _active = 0
@@ -57,20 +52,6 @@ class Patch:
     def __exit__(self, *exc: object) -> None:
         self.undo()
 
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """As a decorator: in place while ``function`` runs, and not for longer."""
-        self.undo()
-
-        @functools.wraps(function)
-        def patched(*args: P.args, **kwargs: P.kwargs) -> R:
-            with Patch():
-                return function(*args, **kwargs)
-
-        return patched
-
-    def __repr__(self) -> str:
-        return f"<functx.patch_checkpoint(), {'in place' if self._on else 'undone'}>"
-
 
 def patch_checkpoint() -> Patch:
     """Make code that calls ``torch.utils.checkpoint`` use functx instead, in the whole process.
@@ -91,8 +72,8 @@ def patch_checkpoint() -> Patch:
     be undone puts torch's function back.
 
     Returns:
-        A handle: use it in a ``with`` block, as a decorator of a function, or call its ``undo()``,
-        or drop it and leave the patch in place for good.
+        A handle: use it in a ``with`` block, or call its ``undo()``, or drop it and leave the patch
+        in place for good.
 
     Example:
         >>> import torch, functx
@@ -118,7 +99,7 @@ def _exchange(old: Any, new: Any) -> None:
 _OWN = {__name__, checkpoint.__module__, "functx._remat.call"}
 
 
-def patched_checkpoint(function: Any = None, *args: Any, **options: Any) -> Any:
+def patched_checkpoint(function: Any, *args: Any, **options: Any) -> Any:
     """What is called in place of ``torch.utils.checkpoint.checkpoint``."""
     if compiler.in_plain_graph():
         return torch_checkpoint(function, *args, **options)

@@ -37,7 +37,7 @@ REMEMBERED = 256  # plans of a function
 
 @dataclass(frozen=True)
 class Plan:
-    """Which blocks of a chain to recompute. Prints as a table; a JSON value; call it to run it.
+    """Which blocks of a chain to recompute. Prints as a table.
 
     Attributes:
         blocks: how many there are.
@@ -87,35 +87,26 @@ class Plan:
             raise ValueError(f"this plan is one for {self.blocks} blocks, got {got}")
         return lambda x: walk(self.tree, parts, x)
 
-    def to_json(self) -> str:
-        """The plan as a JSON text."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Plan:
-        """The plan that `to_json` wrote.
-
-        Raises:
-            ValueError: it is no such text.
-        """
-        try:
-            fields = json.loads(text)
-            fields["tree"], fields["names"] = _tuples(fields["tree"]), tuple(fields["names"])
-            plan = Plan(**fields)
-        except (TypeError, KeyError, json.JSONDecodeError) as error:
-            raise ValueError(f"functx.Plan.from_json: this is no plan ({error})") from error
-        if sorted(numbers_in(plan.tree)) != list(range(plan.blocks)):
-            raise ValueError("functx.Plan.from_json: this is no plan: its tree has other blocks")
-        return plan
-
     def save(self, path: str | Path) -> None:
         """Write it to a file, as JSON."""
-        Path(path).write_text(self.to_json() + "\n")
+        Path(path).write_text(json.dumps(asdict(self)) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """The plan that `save` wrote."""
-        return Plan.from_json(Path(path).read_text())
+        """The plan that `save` wrote.
+
+        Raises:
+            ValueError: the file holds none.
+        """
+        try:
+            fields = json.loads(Path(path).read_text())
+            fields["tree"], fields["names"] = _tuples(fields["tree"]), tuple(fields["names"])
+            plan = Plan(**fields)
+            if sorted(numbers_in(plan.tree)) != list(range(plan.blocks)):
+                raise KeyError("its tree has other blocks")
+        except (TypeError, KeyError, json.JSONDecodeError) as error:
+            raise ValueError(f"functx.Plan.load: {path} holds no plan ({error})") from error
+        return plan
 
     def __str__(self) -> str:
         lines = [

@@ -12,7 +12,6 @@ its first use and the last write.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import weakref
@@ -51,10 +50,9 @@ class RecordedCall:
         """Add what it gives to the values."""
         args, kwargs = _tree.joined([values[n] for n in self.reads], self.how)
         now = Settings()
-        same = self.grad == torch.is_grad_enabled()
         try:
             self.settings.put(now)
-            with contextlib.nullcontext() if same else torch.set_grad_enabled(self.grad):
+            with torch.set_grad_enabled(self.grad):
                 out = self.function(*args, **kwargs)
         finally:
             now.put(self.settings)

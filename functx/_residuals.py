@@ -6,7 +6,6 @@ derivatives: each node shows what it saved, a custom Function's context also in 
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from functx import _offload, _torch, _tree
 from functx._arrays import backend_of
 from functx._remat import on_name, tape_of
-from functx._storages import Held, LiveStorages, cuda_devices, storages_of, tensors_in
+from functx._storages import Held, LiveStorages, cuda_devices, storages_of
 from functx._tensor_names import Label, labels
 from functx._validate import check_callable
 
@@ -165,8 +164,8 @@ def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Resi
     buffers = [t for t, (kind, _) in labels(f, args, kwargs) if kind == "buffer"]
     with undisturbed(buffers), torch.inference_mode(False), torch.enable_grad():
         found = _of_one_run(f, args, kwargs)
-        if found is None and not any(t.requires_grad for t in tensors_in((args, kwargs))):
-            tensors, how = _tree.parted((args, kwargs))
+        tensors, how = _tree.parted((args, kwargs))
+        if found is None and not any(t.requires_grad for t in tensors):
             can = [t.is_floating_point() or t.is_complex() for t in tensors]
             leaves = [t.detach().requires_grad_(c) for t, c in zip(tensors, can)]
             found = _of_one_run(f, *_tree.joined(leaves, how))
@@ -184,7 +183,6 @@ def print_saved_residuals(f: Any, /, *args: Any, **kwargs: Any) -> None:
 
     Raises:
         TypeError: ``f`` can't be called.
-        ValueError: ``f`` is an empty dictionary.
 
     Example:
         >>> import torch, functx
@@ -198,11 +196,8 @@ def print_saved_residuals(f: Any, /, *args: Any, **kwargs: Any) -> None:
                        4,000      0  of them made for the pullback alone
     """
     if isinstance(f, dict):
-        if not f:
-            raise ValueError("print_saved_residuals: there is no function in the dictionary")
         print(_side_by_side({str(k): saved_residuals(g, *args, **kwargs) for k, g in f.items()}))
     else:
-        check_callable(f, "print_saved_residuals")
         print(saved_residuals(f, *args, **kwargs))
 
 
@@ -240,7 +235,7 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
 
     start = _torch.next_sequence_number()
     with on_name(named), _offload.on_offload(offloaded), storages:
-        results = tensors_in(f(*args, **kwargs))
+        results = _tree.parted(f(*args, **kwargs))[0]
     if all(t.grad_fn is None for t in results):
         return None
     returned = {id(storage) for t in results for storage in storages_of(t)}
@@ -264,10 +259,10 @@ def _held(results: list[Tensor], start: int) -> Iterator[Tensor]:
     nodes = {node for node in tape_of(results, start) if _torch.sequence_number(node) >= start}
     for node in sorted(nodes, key=_torch.sequence_number):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            yield from tensors_in([node.saved_tensors, *vars(node).values()])
+            yield from _tree.parted([node.saved_tensors, *vars(node).values()])[0]
         elif type(node).__name__ != "AccumulateGrad":  # a leaf, which is there anyway
             names = [name for name in dir(node) if name.startswith("_saved_")]
-            yield from tensors_in([getattr(node, name) for name in names])
+            yield from _tree.parted([getattr(node, name) for name in names])[0]
 
 
 def _given(t: Tensor, nbytes: int, first: Held | None, known: Any) -> Residual:
@@ -278,7 +273,7 @@ def _given(t: Tensor, nbytes: int, first: Held | None, known: Any) -> Residual:
     value = ShapeAndDtype(tuple(shown.shape), shown.dtype)
     if name or first is None:
         return Residual(value, f"{kind} {name}".rstrip(), nbytes, kind)
-    source = f"a {kind} that {os.path.basename(first.file)}:{first.line} in {first.function} reads"
+    source = f"a {kind} that {first.place} reads"
     site = first.file, first.line, first.function
     return Residual(value, source, nbytes, kind, (), "", *site)
 

@@ -21,8 +21,7 @@ from typing import Any, Literal
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from functx import _aten, _torch
-from functx._storages import tensors_in
+from functx import _aten, _torch, _tree
 from functx._torch import compiler
 
 
@@ -181,7 +180,7 @@ def is_dot(value: Value, batch_dims: bool) -> bool:
 
 def is_of_size(value: Value, bounds: tuple[float, float]) -> bool:
     """Whether the results have at least, and less than, so many bytes together."""
-    nbytes = sum(t.numel() * t.element_size() for t in tensors_in(value.out))
+    nbytes = sum(t.numel() * t.element_size() for t in _tree.parted(value.out)[0])
     return bounds[0] <= nbytes < bounds[1]
 
 

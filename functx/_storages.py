@@ -166,7 +166,7 @@ class LiveStorages(_torch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and meet what it is given and gives."""
         kwargs = kwargs or {}
-        inputs = tensors_in((args, kwargs))
+        inputs = _tree.parted((args, kwargs))[0]
         if any(map(_torch.is_traceable_wrapper_subclass, inputs)):
             return NotImplemented  # the subclass first: the mode then sees its inner tensors
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
@@ -181,7 +181,7 @@ class LiveStorages(_torch.TorchDispatchMode):
         # `lift_fresh` hands over what torch.tensor has made without dispatching anything.
         self._meet(inputs, name, name == "lift_fresh")
         out = func(*args, **kwargs)
-        self._meet(tensors_in(out), name, True)
+        self._meet(_tree.parted(out)[0], name, True)
         self.operations[name] += 1
         self.timeline.append(Event(len(self.timeline), name, self.live))
         self.phases.append(_phase())
@@ -304,11 +304,6 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
             yield storage
     for part in parts:
         yield from storages_of(part)
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves of a pytree."""
-    return [t for t in _tree.leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 def cuda_devices() -> range:

@@ -93,17 +93,19 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 def _marked(named: Named, caller: str) -> Named:
     """The layers that transformers or diffusers marks as worth checkpointing."""
+    for _, m in named:
+        if getattr(m, MARKED, False) is True and caller == "apply_remat":
+            raise ValueError(
+                f"{caller}: {type(m).__name__} is checkpointed by its library already. Call "
+                "gradient_checkpointing_disable() of a model of transformers first, or "
+                "disable_gradient_checkpointing() of diffusers, or keep it and use "
+                "functx.patch_checkpoint()."
+            )
     if layers := [(name, m) for name, m in named if is_marked_layer(m)]:
         return layers
     model, blocks = named[0][1], set[int]()
     for _, owner in named:
         if hasattr(owner, MARKED):  # it checkpoints its blocks, but those with blocks of their own
-            if getattr(owner, MARKED) is True and caller == "apply_remat":
-                raise ValueError(
-                    f"{caller}: {type(owner).__name__} is checkpointed by its library already. "
-                    "Call model.disable_gradient_checkpointing() first, or keep it and use "
-                    "functx.patch_checkpoint()."
-                )
             parts = [part for part in _blocks(owner) if not _flagged(part)]
             if not parts and owner is not model and not any(map(_flagged, owner.children())):
                 parts = [owner]
@@ -145,15 +147,11 @@ def _nothing(named: Named, where: Any, containers: Named) -> str:
         )
     if isinstance(where, nn.Module):
         return f"the {type(where).__name__} given in where is no part of the model."
-    text = getattr(where, "__name__", "")
-    what = f"the {'class' if isinstance(where, type) else 'predicate'} {text or repr(where)}"
-    if isinstance(where, (str, re.Pattern)):
-        text = where if isinstance(where, str) else where.pattern
-        what = repr(where) + ("" if text is where else " (which has to match a whole name)")
-    hint = _hint(named, text)
     if isinstance(where, type) and isinstance(named[0][1], where):
-        hint = f"The model itself is a {text}: functx.remat(model) makes a region of the whole."
-    return f"{what} matches no submodule. {hint}"
+        return "the model itself is one: functx.remat(model) makes a region of the whole."
+    regex = where.pattern if isinstance(where, re.Pattern) else where
+    text = regex if isinstance(regex, str) else getattr(where, "__name__", repr(where))
+    return f"{text!r} matches no submodule, by its whole name or class. {_hint(named, text)}"
 
 
 def _hint(named: Named, text: str = "") -> str:

@@ -6,12 +6,12 @@ import functools
 import inspect
 import types
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
 
 from functx import _tree
+from functx._jit import variables
 
 DEEPEST, LONGEST = 8, 1000  # deeper, and in longer lists, closures are not searched for names
 Label = tuple[str, str]  # the kind ("argument", "parameter", "buffer", "constant") and the name
@@ -63,11 +63,7 @@ def _closed_over(f: Any, name: str, depth: int, seen: set[int]) -> Iterator[tupl
         if not isinstance(f.__self__, (nn.Module, type)):
             parts += [(f"self.{k}", v) for k, v in getattr(f.__self__, "__dict__", {}).items()]
     elif isinstance(f, types.FunctionType):
-        for variable, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
-            with suppress(ValueError):  # not bound yet
-                parts.append((variable, cell.cell_contents))
-        parts += [(variable, f.__globals__.get(variable)) for variable in f.__code__.co_names]
-        parts += [("", default) for default in f.__defaults__ or ()]
+        parts = [*variables(f)]
     elif type(f) in (list, tuple, dict) and len(f) <= LONGEST:
         items = f.items() if type(f) is dict else enumerate(f)
         parts = [(f"{name}[{key!r}]" if name else "", value) for key, value in items]

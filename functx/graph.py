@@ -323,11 +323,9 @@ def _starts(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def _is_marked(node: fx.Node) -> bool:
-    meta = node.meta
-    if node.op == "placeholder":
-        return False
-    tagged = meta.get("partitioner_tag") == "is_backward" or meta.get("autograd_backward")
-    return bool(tagged) or meta.get("custom", {}).get("phase") == "backward"
+    said, phase = node.meta, node.meta.get("custom", {}).get("phase")
+    tagged = said.get("partitioner_tag") == "is_backward" or said.get("autograd_backward")
+    return node.op != "placeholder" and bool(tagged or phase == "backward")
 
 
 def _is_marked_by_functx(node: fx.Node) -> bool:

@@ -13,14 +13,14 @@ activations shows in every run, as the leak it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from functx import _pictures, _storages
+from functx import _pictures, _storages, _tree
 from functx._jit import is_compiled, reached
 from functx._storages import Event, Held, LiveStorages
 from functx._validate import check_callable
@@ -64,11 +64,6 @@ class Profile:
         """How often each operation ran, by name."""
         return Counter(event.operation for event in self.timeline)
 
-    @property
-    def at_peak(self) -> tuple[tuple[str, int], ...]:
-        """Bytes live at the peak, by the operation that created them; largest first."""
-        return tuple(_sums((one.operation, one) for one in self.holders))
-
     def plot(self, path: str | Path) -> Path:
         """Draw the live bytes over the operations, in layers by the lines that made them.
 
@@ -85,7 +80,10 @@ class Profile:
 
     def __str__(self) -> str:
         lines = [("peak", self.peak), ("kept", self.kept), ("returned", self.returned)]
-        held = _sums((f"at peak, {one}", one) for one in self.holders)
+        sums = Counter[str]()
+        for one in self.holders:
+            sums[f"at peak, {one}"] += one.nbytes
+        held = sums.most_common()
         lines += held[:SHOWN]
         if others := [nbytes for _, nbytes in held[SHOWN:]]:
             lines.append((f"at peak, {len(others)} others", sum(others)))
@@ -93,13 +91,6 @@ class Profile:
         what = "operations" if self.phases or not self.timeline else "requests to the allocator"
         table = [f"{name:<{width}} {nbytes:>15,} bytes" for name, nbytes in lines]
         return "\n".join([f"{len(self.timeline)} {what}", *table])
-
-
-def _sums(named: Iterable[tuple[str, Held]]) -> list[tuple[str, int]]:
-    found = Counter[str]()
-    for name, held in named:
-        found[name] += held.nbytes
-    return found.most_common()
 
 
 def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
@@ -131,7 +122,7 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         at peak, tanh, float32[1000], ...:1 in <lambda> ... 4,000 bytes
     """
     result, followed, peak = _follow("profile", f, args, kwargs)
-    returned = followed.bytes_of(_storages.tensors_in(result))
+    returned = followed.bytes_of(_tree.parted(result)[0])
     return Profile(
         *(result, peak, followed.live - returned, returned, tuple(followed.timeline)),
         *(tuple(followed.at_the_peak()), tuple(followed.phases), tuple(followed.history())),
@@ -172,15 +163,7 @@ def count(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Counter[str]:
         >>> functx.memory.count(df, torch.ones(3))["cos"]
         1
     """
-    check_callable(f, "functx.memory.count")
-    if _runs_compiled(f, args, kwargs):
-        raise TypeError(
-            "functx.memory.count: the function runs compiled code, whose operations can't be seen. "
-            "Count those of the function that was compiled."
-        )
-    with LiveStorages() as storages:
-        f(*args, **kwargs)
-    return storages.operations
+    return _follow("count", f, args, kwargs)[1].operations
 
 
 def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
@@ -192,10 +175,7 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: There is nothing to draw.
     """
-    if not profiles:
-        raise ValueError("functx.memory.plot: no profile to draw")
     curves = {
         f"{label}: peak {one.peak / 2**20:.1f} MiB": [event.live for event in one.timeline]
         for label, one in profiles.items()
@@ -206,7 +186,12 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
 def _follow(api: str, f: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, int]:
     """Call a function; returns its result, what has followed its memory, and the peak."""
     check_callable(f, f"functx.memory.{api}")
-    if _runs_compiled(f, args, kwargs):
+    if any(map(is_compiled, reached((f, args, kwargs)))):
+        if api == "count":
+            raise TypeError(
+                "functx.memory.count: the function runs compiled code, whose operations can't be "
+                "seen. Count those of the function that was compiled."
+            )
         followed: LiveStorages = _storages.Allocations()
     else:
         followed = LiveStorages(lines=api == "profile")
@@ -221,11 +206,3 @@ def _follow(api: str, f: Callable[..., Any], args: Any, kwargs: Any) -> tuple[An
         torch.cuda.max_memory_allocated(i) - before.get(i, 0) for i in _storages.cuda_devices()
     )
     return result, followed, on_cuda or followed.peak
-
-
-def _runs_compiled(f: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function, or what it reaches by closures, globals or arguments, is compiled."""
-    try:
-        return any(map(is_compiled, reached((f, args, kwargs))))
-    except RecursionError:  # in objects nested too deep; code of `functx.jit` tells by itself
-        return False

@@ -48,8 +48,12 @@ def compiled(traced: Traced, backend: Any, dynamic: bool) -> Callable[[list[Any]
             boxed = _boxed(backend(module, examples))
 
     def call(args: list[Any]) -> list[Any]:
-        if _torch.dispatch_depth() and backend == "inductor":
-            _check_not_followed()
+        modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
+        if backend == "inductor" and any(isinstance(mode, LiveStorages) for mode in modes):
+            raise TypeError(
+                "functx.memory follows each operation, and code of functx.jit runs in it that it "
+                "has not found. Pass the jitted function as an argument of what is measured."
+            )
         args[:] = [t.detach() if isinstance(t, Tensor) else t for t in args]
         with torch.no_grad():
             return [*boxed(args)]
@@ -84,13 +88,3 @@ def _note_stages(graph: fx.Graph) -> None:
     for number, ((_, phase), nodes) in enumerate(itertools.groupby([*graph.nodes], stage)):
         for node in nodes if phase else ():
             node.meta["custom"] |= {compiler.STAGE: (number, phase == "forward")}
-
-
-def _check_not_followed() -> None:
-    """Refuse to run unseen where each operation is followed."""
-    modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
-    if any(isinstance(mode, LiveStorages) for mode in modes):
-        raise TypeError(
-            "functx.memory follows each operation, and code of functx.jit runs in it that it has "
-            "not found. Pass the jitted function as an argument of what is measured."
-        )

@@ -42,8 +42,9 @@ def jit(f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None
     generators as in eager, and writes to buffers and arguments happen once a call. What ``f`` does
     to Python's objects happens once, in the trace; a tensor left in one belongs to that.
 
-    Gradients flow through it (``.backward()``, `functx.grad`, any order), and vmap and jvp work.
-    They are compiled in turn; the stack inside of ``jit`` is one graph, so put it around all.
+    Gradients flow through it (``.backward()``, `functx.grad`, any order), and are compiled in turn.
+    Inside of vmap and jvp it runs in eager, and warns. The stack inside of ``jit`` is one graph, so
+    put it around all.
 
     Args:
         f: a function or ``nn.Module`` of pytrees of tensors. ``None`` gives a decorator.

@@ -1,14 +1,13 @@
-"""A jitted function as one operation: how it runs, and its pullback, vmap and jvp.
+"""A jitted function as one operation: how it runs, and its pullback.
 
-Each of these is a jitted function in turn (`pullback`, `mapped`, `pushforward`), traced from the
-function itself, so that any order and depth composes. At the base level, where nobody
-differentiates the pullback, it is the second half of a graph whose first half has run
-(`tracing.cut`), and reads what regions keep.
+At the base level, where nobody differentiates the pullback, that is the second half of a graph
+whose first half has run (`tracing.cut`), and reads what regions keep. Else it is a jitted function
+in turn, traced from the function itself, so that any order composes. Within vmap and forward mode
+the function runs in eager: put around these, `functx.jit` makes one graph of them all.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _transforms
+from functx import _torch, _transforms
 from functx._errors import TracingError
 from functx._jit.backends import compiled
 from functx._jit.tracing import cut, trace
-from functx._lines import line_of, where
 from functx._remat import is_tracked, read_outside
 from functx._torch import compiler, dual_level, graphs, is_legacy_batched, level_of
+from functx._validate import has_derivatives
 
 Tensors = Sequence[Tensor]
 # From arguments and state, the tensors among what a function returns, and the rest of it.
@@ -37,22 +36,9 @@ class Code:
         self.flat, self.backend, self.dynamic, self.held = flat, backend, dynamic, held
         self._needs_numbers = False  # for sizes, though dynamic
         self._programs: dict[Any, list[JittedProgram]] = {}
-        self._derived: dict[Any, Code] = {}
+        self._pullbacks: dict[Any, Code] = {}
         self.draws = False  # random numbers
         self.rest: Any = None  # of what the function returned last, beside tensors
-
-    def as_function_of(
-        self, places: Sequence[int], tensors: Tensors, state: Tensors
-    ) -> Callable[..., tuple[Tensor, ...]]:
-        """The results that may have derivatives, as a function of some of its arguments."""
-
-        def results(*some: Tensor) -> tuple[Tensor, ...]:
-            args = list(tensors)
-            for i, t in zip(places, some):
-                args[i] = t
-            return tuple(t for t in self.flat(args, state)[0] if differentiable(t))
-
-        return results
 
     def program(self, tensors: Tensors, state: Tensors, mask: tuple[bool, ...]) -> JittedProgram:
         """The graphs for such inputs, of which those in ``mask`` are differentiated."""
@@ -82,42 +68,40 @@ class Code:
                 raise
             found = JittedProgram(self, tensors, state, mask, False)  # or the function's own error
             self._needs_numbers = True
-            file, line, _ = line_of(where())
             why = (str(error) or type(error).__name__).splitlines()[0]
-            text = "functx.jit: one graph for all sizes is not to be had here, each has its own"
-            text = f"{text}: torch, or the function, needs numbers ({why})."
-            warnings.warn_explicit(text, RuntimeWarning, file, line)
+            compiler.tell(
+                "functx.jit(dynamic=True)",
+                "one graph for all sizes is not to be had here, each has its own: torch, or the "
+                f"function, needs numbers ({why})",
+            )
             return found
 
-    def check_runs_again(self, what: str) -> None:
-        """Refuse to run anew what would draw other random numbers than its first run."""
-        if self.draws:
-            raise TracingError(
-                f"functx.jit: the function draws random numbers, and {what}, which computes it "
-                "again, with others. Put functx.jit around the transform, or draw from keys "
-                "(functx.compat.random)."
-            )
-
-    def derived(self, kind: Callable[..., Flat], *said: Any) -> Code:
-        """Its `pullback`, or what it is `mapped`, or its `pushforward`."""
-        if (kind, said) not in self._derived:
-            self._derived[kind, said] = Code(kind(self, *said), self.backend, self.dynamic)
-        return self._derived[kind, said]
+    def pullback(self, n: int, mask: tuple[bool, ...]) -> Code:
+        """Its pullback, as a function of ``n`` arguments and then a cotangent for each result."""
+        if (n, mask) not in self._pullbacks:
+            flat = _pullback(self, n, mask)
+            self._pullbacks[n, mask] = Code(flat, self.backend, self.dynamic)
+        return self._pullbacks[n, mask]
 
 
-def pullback(inner: Code, n: int, mask: tuple[bool, ...]) -> Flat:
+def _pullback(inner: Code, n: int, mask: tuple[bool, ...]) -> Flat:
     """The gradients of the inputs in ``mask``, from inputs and a cotangent for each result."""
     places = [i for i, m in enumerate(mask) if m]
 
     def flat(tensors: Tensors, state: Tensors) -> tuple[Sequence[Tensor], Any]:
-        args, cotangents = tensors[:n], tensors[n:]
+        args, cotangents = [*tensors[:n]], tensors[n:]
+
+        def results(*some: Tensor) -> tuple[Tensor, ...]:
+            for i, t in zip(places, some):
+                args[i] = t
+            return tuple(t for t in inner.flat(args, state)[0] if has_derivatives(t))
+
         if not any(mask[n:]):
-            results = inner.as_function_of(places, args, state)
             return _transforms.vjp(results, *[args[i] for i in places])[1](tuple(cotangents)), None
         recorded = torch.is_grad_enabled()
         with torch.enable_grad():
             args = [_leaf(t) if m else t for t, m in zip(args, mask)]
-            outs = inner.as_function_of((), args, state)()
+            outs = results()
             of = [t for t, m in zip((*args, *state), mask) if m]
             pairs = [(t, c) for t, c in zip(outs, cotangents) if t.requires_grad]
         found: Any = [None] * len(of)
@@ -127,40 +111,6 @@ def pullback(inner: Code, n: int, mask: tuple[bool, ...]) -> Flat:
         return [torch.zeros_like(t) if g is None else g for t, g in zip(of, found)], None
 
     return flat
-
-
-def mapped(inner: Code, in_dims: tuple[Any, ...], size: int, randomness: str) -> Flat:
-    """The function on batches of its arguments; batches of its results, along dimension 0."""
-
-    def flat(tensors: Tensors, state: Tensors) -> tuple[Sequence[Tensor], Any]:
-        rest: Any = None
-
-        def body(_: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
-            nonlocal rest
-            results, rest = inner.flat(args, state)
-            return tuple(results)
-
-        # (Perhaps none of the arguments is mapped: random numbers may differ even so.)
-        batched = torch.func.vmap(body, (0, *in_dims), randomness=randomness)
-        return batched(torch.zeros(size), *tensors), rest
-
-    return flat
-
-
-def pushforward(inner: Code, n: int, places: tuple[int, ...]) -> Flat:
-    """The tangents of the results, from inputs and tangents of those at ``places``."""
-
-    def flat(tensors: Tensors, state: Tensors) -> tuple[Sequence[Tensor], Any]:
-        results = inner.as_function_of(places, tensors[:n], state)
-        given = tuple(tensors[i] for i in places)
-        return _transforms.jvp(results, given, tuple(tensors[n:]))[1], None
-
-    return flat
-
-
-def differentiable(t: Tensor) -> bool:
-    """Whether a result may have a derivative."""
-    return t.is_floating_point() or t.is_complex()
 
 
 def _leaf(t: Tensor) -> Tensor:
@@ -224,9 +174,7 @@ class JittedProgram:
     def pull_back(self, args: list[Any]) -> list[Tensor | None]:
         """The gradients of the inputs in the mask; ``None`` for those that have none.
 
-        Args:
-            args: those that the forward was given and `reads` names, what is saved, and cotangents
-                of tracked results. They leave the list, and go where they have been read.
+        ``args`` are inputs, what is saved, and cotangents. They go where they have been read.
         """
         gradients = iter(self._backward(args))
         return [next(gradients) if found else None for found in self.found]
@@ -251,16 +199,25 @@ def _no_gradient_set(tensors: Tensors) -> Iterator[None]:
 
 
 def call(code: Code, tensors: Tensors, state: Tensors) -> list[Tensor]:
-    """Run a function, as an operation that can be differentiated and mapped."""
-    if any(level_of(t) > 0 for t in state):
-        raise _not_an_argument("differentiates or maps")
+    """Run a function, as an operation that can be differentiated; in eager under vmap and jvp."""
+    stack = _torch.interpreter_stack() or ()
+    others = any(level.key() != _torch.TransformType.Grad for level in stack)
+    if others or dual_level() >= 0 or any(level_of(t) > 0 for t in state):
+        compiler.tell(
+            "a jitted function",
+            "it runs in eager inside of vmap and jvp, and where it reads a tensor of a transform "
+            "around otherwise than through its arguments. Put functx.jit around the transforms",
+        )
+        results, code.rest = code.flat(tensors, state)
+        return [*results]
     given = [*tensors, *state]
     mask = tuple(torch.is_grad_enabled() and is_tracked(t) for t in given)
     read_outside(given)
     if not any(mask) and not any(level_of(t) > 0 for t in tensors):
         return code.program(tensors, state, mask).run(tensors, state)
     known = _Known(code, len(tensors), mask, state)
-    return [*_Operation.apply(known, *given)[: known.n_results]]
+    found = _Operation.apply(known, *given)
+    return [*found[: len(known.program.tracked)]]
 
 
 @dataclass
@@ -271,9 +228,8 @@ class _Known:
     n: int  # of its inputs, which are arguments; the others are state
     mask: tuple[bool, ...]
     state: Tensors  # as it is at the base level
-    program: JittedProgram | None = None  # where it ran at the base level
+    program: Any = None  # the `JittedProgram` that has run
     sizes: Sequence[int] = ()  # that its backward reads
-    n_results: int = 0
 
 
 class _Operation(torch.autograd.Function):
@@ -283,7 +239,6 @@ class _Operation(torch.autograd.Function):
     def forward(known: _Known, *given: Tensor) -> Any:
         tensors = given[: known.n]
         program = known.program = known.code.program(tensors, known.state, known.mask)
-        known.n_results = len(program.tracked)
         results = program.run(tensors, known.state)
         n = len(results) - program.n_sizes
         known.sizes = results[n:]
@@ -292,18 +247,15 @@ class _Operation(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         known, *given = inputs
-        ctx.known, ctx.n_given, ctx.n_saved = known, len(given), len(output) - known.n_results
-        results, saved = output[: known.n_results], output[known.n_results :]
-        tracked = [True] * len(results)
-        if known.program is not None and any(known.mask) and dual_level() < 0:
-            tracked = known.program.tracked
-        constant = [t for t, d in zip(results, tracked) if not (d and differentiable(t))]
+        ctx.known, ctx.n_given = known, len(given)
+        tracked = known.program.tracked
+        results, saved = output[: len(tracked)], output[len(tracked) :]
+        constant = [t for t, d in zip(results, tracked) if not (d and has_derivatives(t))]
         ctx.mark_non_differentiable(*saved, *constant)
         ctx.set_materialize_grads(False)
         like = [(t.shape, t.dtype, t.device) for t in results]
-        ctx.results = {i: like[i] for i, t in enumerate(results) if differentiable(t)}
+        ctx.results = {i: like[i] for i, t in enumerate(results) if has_derivatives(t)}
         ctx.save_for_backward(*given, *saved)
-        ctx.save_for_forward(*given)
 
     @staticmethod
     @compiler.uncompiled
@@ -322,9 +274,14 @@ class _Operation(torch.autograd.Function):
             if filled[i] is None:
                 filled[i] = torch.zeros(shape, dtype=dtype, device=device)
         program = known.program
-        if program is None or recorded or any(level_of(t) > 0 for t in all_given):
-            known.code.check_runs_again("its pullback is differentiated or mapped")
-            pulled = known.code.derived(pullback, n, needs)
+        if recorded or any(level_of(t) > 0 for t in all_given):
+            if known.code.draws:
+                raise TracingError(
+                    "functx.jit: the function draws random numbers, and its pullback, which is "
+                    "differentiated or mapped, computes it again, with others. Put functx.jit "
+                    "around the transform, or draw from keys (functx.compat.random)."
+                )
+            pulled = known.code.pullback(n, needs)
             it = iter(call(pulled, [*given, *filled.values()], known.state))
             return None, *[next(it) if need else None for need in needs]
         roots = [filled[i].contiguous() for i, tracked in enumerate(program.tracked) if tracked]
@@ -335,31 +292,6 @@ class _Operation(torch.autograd.Function):
         it = iter(program.pull_back(args))
         return None, *[next(it) if m else None for m in known.mask]
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, known: _Known, *given: Tensor) -> Any:
-        n = known.n
-        if any(dim is not None for dim in in_dims[1 + n :]):
-            raise _not_an_argument("maps")
-        batched = known.code.derived(mapped, in_dims[1 : 1 + n], info.batch_size, info.randomness)
-        results = call(batched, given[:n], known.state)
-        known.code.rest, known.code.draws = batched.rest, batched.draws
-        known.n_results = len(results)
-        return tuple(results), (0,) * len(results)
-
-    @staticmethod
-    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        known, n = ctx.known, ctx.known.n
-        if any(t is not None for t in tangents[n:]):
-            raise _not_an_argument("pushes forward")
-        known.code.check_runs_again("it is pushed forward")
-        places = tuple(i for i, t in enumerate(tangents[:n]) if t is not None)
-        given = [*ctx.saved_tensors[:n], *[tangents[i] for i in places]]
-        found = call(known.code.derived(pushforward, n, places), given, known.state)
-        out: list[Any] = [None] * known.n_results
-        for i, t in zip(ctx.results, found):
-            out[i] = t
-        return (*out, *[None] * ctx.n_saved)
-
 
 def _apart(tensors: Tensors) -> tuple[Tensor, ...]:
     """Other tensors for those that come again: autograd would take two results for one.
@@ -368,10 +300,3 @@ def _apart(tensors: Tensors) -> tuple[Tensor, ...]:
     """
     ids = [id(t) for t in tensors]
     return tuple(t.detach() if id(t) in ids[:i] else t for i, t in enumerate(tensors))
-
-
-def _not_an_argument(does: str) -> TracingError:
-    return TracingError(
-        f"functx.jit: the function reads a tensor that a transform around {does} otherwise than "
-        "through its arguments. Pass it as an argument, or put functx.jit around the transform."
-    )

@@ -20,7 +20,6 @@ from torch import Tensor
 from functx._lines import is_internal
 
 _PLAIN = {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
-_OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType)
 
 
 class Cache(dict[Any, Any]):
@@ -34,30 +33,27 @@ class State:
         self.tensors: list[Tensor] = []
         self.key: list[Any] = []
         self.known: list[Any] = []  # by identity: a key holds as long as these live
-        self._seen: dict[int, int] = {}
         self.held: list[Any] = []  # all that was looked at
-        for root in roots:
-            self._look(root)
-
-    def _look(self, x: Any) -> None:
-        """Note what ``x`` is, and what is inside of it."""
-        kind, key = type(x), self.key
-        if kind in _PLAIN:
-            key += kind, x  # (2 == 2.0)
-            return
-        number = self._seen.setdefault(id(x), len(self._seen))
-        if number < len(self.held):
-            key.append(number)
-            return
-        self.held.append(x)
-        if isinstance(x, Tensor):
-            self.tensors.append(x)
-        inside = _inside(x)
-        if inside is None:
-            self.known.append(x)
-        key += kind, id(x) if inside is None else len(inside)
-        for value in inside or ():
-            self._look(value)
+        seen: dict[int, int] = {}
+        todo = [*roots][::-1]
+        while todo:
+            x = todo.pop()
+            kind = type(x)
+            if kind in _PLAIN:
+                self.key += kind, x  # (2 == 2.0)
+                continue
+            number = seen.setdefault(id(x), len(seen))
+            if number < len(self.held):
+                self.key.append(number)
+                continue
+            self.held.append(x)
+            if isinstance(x, Tensor):
+                self.tensors.append(x)
+            inside = _inside(x)
+            if inside is None:
+                self.known.append(x)
+            self.key += kind, id(x) if inside is None else len(inside)
+            todo += reversed(inside or ())
 
 
 def reached(root: Any) -> list[Any]:
@@ -73,8 +69,7 @@ def _inside(x: Any) -> Sequence[Any] | None:
     if kind is types.FunctionType:
         if is_internal(x.__code__.co_filename) and not x.__closure__:
             return (x.__code__,)
-        defaults = *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()
-        return x.__code__, *_cells(x), *_globals(x), *defaults
+        return x.__code__, *(value for _, value in variables(x))
     if kind is types.MethodType:
         return x.__func__, x.__self__
     if kind is functools.partial:
@@ -83,22 +78,20 @@ def _inside(x: Any) -> Sequence[Any] | None:
         return x
     if isinstance(x, dict):  # but not what functx knows of a function, in `Cache` say
         return () if kind.__module__.startswith("functx.") else (*x, *x.values())
-    if isinstance(x, _OPAQUE) or not hasattr(x, "__dict__"):
+    if isinstance(x, (type, types.ModuleType)) or not hasattr(x, "__dict__"):
         return None
     return *vars(x), *(v for v in vars(x).values() if not isinstance(v, dict) or v)  # no hooks
 
 
-def _cells(f: Any) -> Iterator[Any]:
-    for cell in f.__closure__ or ():
+def variables(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function, or one that it defines, reads by name: cells, globals; and defaults."""
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
         with suppress(ValueError):  # not bound yet
-            yield cell.cell_contents
-
-
-def _globals(f: Any) -> list[Any]:
-    """The globals that a function's code names, and the code of functions that it defines."""
+            yield name, cell.cell_contents
     around = f.__globals__
-    values = [around[name] for name in _names(f.__code__) if name in around]
-    return [v for v in values if not isinstance(v, _OPAQUE)]
+    yield from ((name, around[name]) for name in _names(f.__code__) if name in around)
+    yield from (("", value) for value in f.__defaults__ or ())
+    yield from (f.__kwdefaults__ or {}).items()
 
 
 @functools.cache

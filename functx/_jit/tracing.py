@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,18 +28,14 @@ aten = torch.ops.aten
 _SAME = {aten.alias.default, aten.detach.default}  # do nothing to a value below all transforms
 
 
+@dataclass
 class Traced:
     """A graph whose inputs are arguments, and then constants; in it nodes stand for cotangents."""
 
-    def __init__(
-        self,
-        root: torch.nn.Module,
-        graph: fx.Graph,
-        constants: Sequence[Tensor] = (),
-        cotangents: Sequence[fx.Node] = (),
-    ) -> None:
-        self.root, self.graph = root, graph
-        self.constants, self.cotangents = constants, cotangents
+    root: torch.nn.Module
+    graph: fx.Graph
+    constants: Sequence[Tensor] = ()
+    cotangents: Sequence[fx.Node] = ()
 
     def module(self) -> fx.GraphModule:
         """What runs it."""

@@ -9,8 +9,6 @@ release which moves one fails there, by name. What torch computes with is in `fl
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -125,7 +123,6 @@ current_node = _C._current_autograd_node  # that the engine is running on this t
 current_backward = _C._current_graph_task_id  # the backward under way; -1 outside
 will_run = _C._will_engine_execute_node  # whether the backward under way comes by a node
 set_grad_enabled = _C._set_grad_enabled
-Edge: Any = GradientEdge
 AccumulateGrad = _C._functions.AccumulateGrad  # the node of a leaf
 # ... hooks of whoever runs around a region: they are for what is kept, which the node saves
 top_saved_tensor_hooks = _A._top_saved_tensors_default_hooks
@@ -147,7 +144,6 @@ is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 
 # -- operators and modules: what lists of them may hold, and what has only private base classes
 OpOverload, OpOverloadPacket = torch._ops.OpOverload, torch._ops.OpOverloadPacket
-unsafe_view = torch.ops.aten._unsafe_view.default  # autograd's and vmap's reshape of what they made
 # Schemas that do not say what they write: running means and variances, in training.
 HIDDEN_WRITES = {
     getattr(torch.ops.aten, f"{name}batch_norm").default
@@ -202,13 +198,6 @@ def transforming() -> bool:
     return peek_interpreter() is not None or tracing()
 
 
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """Neither function modes nor dispatch modes see what runs here; no public way disables both."""
-    with without_function_modes(), without_dispatch_modes():
-        yield
-
-
 def alive(t: Any) -> Any:
     """The value inside of wrappers whose levels have ended, of a tensor; all else as it is."""
     while isinstance(t, torch.Tensor) and (value := unwrap_if_dead(t)) is not t:
@@ -254,7 +243,7 @@ def gradient_edge(t: torch.Tensor) -> Any:
         return t
     owner = None
     if OUTLIVED and isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction):
-        with without_modes(), torch.enable_grad():
+        with without_function_modes(), without_dispatch_modes(), torch.enable_grad():
             owner = t.view_as(t).grad_fn  # a node below which the other one lives
     return GradientEdge(t.grad_fn, t.output_nr, owner)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -44,30 +43,28 @@ _told: set[Any] = set()
 
 
 def tell(name: str, what: str = _IN_EAGER) -> None:
-    """Warn, once for each line of what ``torch.compile`` traces, that it leaves something out.
+    """Warn once, of what is traced once for each line, that it runs in eager, or lacks something.
 
     The compiler runs this as it traces, and not in what it compiles.
     """
     text = f"functx: {name}: {what}."
     frames = [f for f in TracingContext.extract_stack() if not is_internal(f.filename)]
-    lines = [(f.filename, f.lineno or 0) for f in frames[-1:]]
+    lines = [(f.filename, f.lineno or 0) for f in frames[-1:]]  # nothing is traced in eager
     if (text, *lines) not in _told:
         _told.add((text, *lines))
-        file, line = (*lines, line_of(where())[:2])[0]  # where it is not in a frame, our caller's
+        file, line = (*lines, line_of(where())[:2])[0]
         warnings.warn_explicit(text, RuntimeWarning, file, line)
-
-
-_EXPORTED = (
-    "what torch.export and torch.jit.trace make of a model has no regions: where it is "
-    "differentiated, nothing is computed again. functx.graph.remat puts recompute into a graph"
-)
 
 
 def exporting() -> bool:
     """Whether ``torch.export`` or ``torch.jit.trace`` runs this; a warning says what that means."""
     found = torch.jit.is_tracing() or torch.compiler.is_exporting()
     if found:
-        tell("a region", _EXPORTED)
+        tell(
+            "a region",
+            "what torch.export and torch.jit.trace make of a model has none: nothing is computed "
+            "again where it is differentiated. functx.graph.remat puts recompute into a graph",
+        )
     return bool(found)
 
 
@@ -107,11 +104,10 @@ def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any])
     a stage of the graph, which nodes have noted (NOTE [stages] of `functx._jit.backends`).
     """
     choices: Any = importlib.import_module("torch._inductor.choices").InductorChoices
-    stages = str([n.meta.get("custom", {}).get(STAGE) for n in module.graph.nodes])
 
     class Choices(choices):
         def uuid(self) -> Any:  # of what is kept on disk
-            return "functx", 2, stages
+            return "functx", 3
 
         @staticmethod
         def can_fuse(scheduler: Any, one: Any, other: Any, shared: int) -> bool:
@@ -119,15 +115,13 @@ def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any])
             scheduler.get_backend(one.get_device()).ready_to_flush = lambda: True
             return _fit(one, other) and bool(choices.can_fuse(scheduler, one, other, shared))
 
-    # Before torch 2.13 what is kept on disk goes by the class, as pickle names it.
-    digest = hashlib.sha256
-    Choices.__qualname__ = f"Choices_{digest(stages.encode()).hexdigest()[:16]}"
-    globals()[Choices.__qualname__] = Choices
+    Choices.__qualname__ = "Choices"  # before torch 2.13 it is pickled to name what is on disk
+    globals()["Choices"] = Choices
     options = {"inductor_choices_class": Choices, **options}
-    try:
+    stages = str([n.meta.get("custom", {}).get(STAGE) for n in module.graph.nodes])
+    settings: Any = torch.compiler.config
+    with settings.patch(cache_key_tag=stages):  # the graph alone does not tell them
         run = importlib.import_module("torch._inductor").compile(module, examples, options=options)
-    finally:
-        globals().pop(Choices.__qualname__, None)
     # It takes arguments, which live as long as it runs; inside of it is what takes a list, and
     # empties it.
     while getattr(run, "__name__", "") == "forward":
@@ -240,8 +234,6 @@ def same_numbers(policy: Any = None) -> tuple[Any, Any]:
     Args:
         policy: of torch's selective checkpoint; ``None`` for that which keeps nothing.
     """
-    if policy is None and not _torch.tracing():
-        return nullcontext(), _Redrawn(nullcontext())
     asked = policy or (lambda *_, **__: _checkpoint.CheckpointPolicy.PREFER_RECOMPUTE)
     forward, again = _checkpoint.create_selective_checkpoint_contexts(asked)
     # AOTAutograd, which traces, asks the policy that there is.

@@ -24,9 +24,10 @@ from functx.per_sample._sums import Factor, Factored, OneHot, Rows, Term, produc
 
 aten = torch.ops.aten
 _VIEWS = {
-    *(aten.view.default, _torch.unsafe_view, aten.alias.default, aten.detach.default),
+    *(aten.view.default, aten.alias.default, aten.detach.default),
     *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
     *(aten.transpose.int, aten.permute.default, aten.t.default, aten.select.int),
+    torch.ops.aten._unsafe_view.default,
 }
 _ZEROES = {aten.zero_.default, aten.fill_.Scalar}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

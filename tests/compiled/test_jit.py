@@ -12,6 +12,7 @@ from torch import nn
 
 import functx
 from functx import _torch
+from functx._torch import compiler
 from functx.compat import random
 
 from .jitted import as_traced, backward
@@ -82,6 +83,7 @@ def grid():
             yield pytest.param(name, way, place, regions[region], marks=marks, id=id)
 
 
+@pytest.mark.filterwarnings("ignore:functx. a jitted function. it runs in eager")
 @pytest.mark.parametrize(("name", "way", "place", "region"), [*grid()])
 def test_a_stack_gives_what_it_gives_in_eager(name, way, place, region):
     f, transform = FUNCTIONS[name](region), WAYS[way]
@@ -151,7 +153,8 @@ def test_a_failed_compile_leaves_torch_as_it_was(what):
 
 def test_what_it_reads_is_read_at_each_call():
     net, w, k = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double(), numbers(4), 2.0
-    jitted = functx.jit(f := lambda x: net(w * x) * k, backend=as_traced)
+    activation = torch.sin
+    jitted = functx.jit(f := lambda x: activation(net(w * x)) * k, backend=as_traced)
 
     def check():
         torch.manual_seed(0)
@@ -163,6 +166,8 @@ def test_what_it_reads_is_read_at_each_call():
     w = numbers(4, start=3.0)
     check()
     k = 3.0
+    check()
+    activation = torch.tanh
     check()
     net[0].weight = nn.Parameter(numbers(4, 4))
     check()
@@ -323,12 +328,28 @@ def test_a_value_that_is_read_is_an_error_with_the_line(f):
         functx.jit(f, backend=as_traced)(numbers(3))
 
 
-def test_a_captured_tensor_of_a_transform_around_is_an_error():
-    def f(x):
-        return functx.jit(lambda y: x * y, backend=as_traced)(x.sin()).sum()
-
-    with pytest.raises(functx.TracingError, match="Pass it as an argument"):
-        functx.grad(f)(numbers(3))
+@pytest.mark.parametrize("stack", ["captured", "vmap", "jvp", "jacrev"])
+def test_within_these_it_runs_in_eager_and_a_warning_says_so(stack, monkeypatch):
+    monkeypatch.setattr(compiler, "_told", set())  # of other tests
+    dropped = functx.jit(lambda x: nn.functional.dropout(x.sin(), 0.5), backend=as_traced)
+    x = numbers(2, 3)
+    stacks = {
+        "captured": lambda: functx.grad(
+            lambda x: functx.jit(lambda y: x * y, backend=as_traced)(x.sin()).sum()
+        )(x),
+        "vmap": lambda: functx.vmap(dropped, randomness="different")(x),
+        "jvp": lambda: functx.jvp(dropped, (x,), (x,))[1],
+        "jacrev": lambda: functx.jacrev(functx.jit(torch.sin, backend=as_traced))(x[0]),
+    }
+    with pytest.warns(RuntimeWarning, match="Put functx.jit around the transforms") as seen:
+        found = stacks[stack]()
+    assert seen[0].filename == __file__
+    expected = {"captured": x.sin() + x * x.cos(), "jacrev": x[0].cos().diag()}
+    if stack in expected:
+        assert_same(found, expected[stack], eps=4)
+    else:
+        kept = {"vmap": 2 * x.sin(), "jvp": 2 * x * x.cos()}[stack]
+        assert_same(found, torch.where(found == 0, 0, kept), eps=4)
 
 
 def test_a_backward_inside_is_an_error_and_sets_nothing():

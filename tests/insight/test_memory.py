@@ -147,23 +147,14 @@ def test_an_exception_inside_leaves_nothing_behind(x):
 def test_the_timeline_and_the_peak_are_by_operation(x):
     p = profile(lambda: (x.sin() + x.cos()).sum())
     assert p.timeline == ((0, "sin", B), (1, "cos", 2 * B), (2, "add", 3 * B), (3, "sum", B + 4))
-    assert dict(p.at_peak) == {"sin": B, "cos": B, "add": B}
+    assert {h.operation: h.nbytes for h in p.holders} == {"sin": B, "cos": B, "add": B}
     assert p.operations == {"sin": 1, "cos": 1, "add": 1, "sum": 1}
-
-
-def test_a_profile_prints_as_a_table(x):
-    text = str(profile(lambda: x.sin().sum()))
-    assert "2 operations" in text
-    assert "peak" in text
-    assert "4,004 bytes" in text
 
 
 def test_a_plot_writes_a_file(tmp_path, x):
     p = profile(lambda: x.sin().sum())
     assert p.plot(tmp_path / "one.png").stat().st_size > 1000
     assert plot({"a": p, "b": p}, tmp_path / "two.svg").read_text().lstrip().startswith("<?xml")
-    with pytest.raises(ValueError, match="no profile"):
-        plot({}, tmp_path / "none.png")
 
 
 @pytest.mark.parametrize("measure", [profile, peak, count])
@@ -200,10 +191,6 @@ def test_of_compiled_code_the_bytes_are_the_allocator_s(x):
 
 
 def test_compiled_code_that_is_not_found_is_an_error(x):
-    nested = None
-    for _ in range(5000):  # too deep to look into
-        nested = [nested]
-    assert peak(lambda x: x.sin() if nested else x, x) == B
     jitted = functx.jit(torch.sin)
     with pytest.raises(TypeError, match="Pass the jitted function as an argument"), LiveStorages():
         jitted(x)
@@ -234,7 +221,6 @@ def test_holders_are_known_by_operation_shape_and_line(x):
     assert (second.operation, second.line) == ("exp", line_of(wave, 2))
     assert second.place == f"{HERE}:{line_of(wave, 2)} in wave"
     assert {held.phase for held in p.holders} == {"forward"}
-    assert dict(p.at_peak) == {"sin": B, "exp": B}
 
 
 def test_a_backward_pass_has_the_lines_of_its_forward(x):

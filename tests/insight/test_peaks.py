@@ -108,44 +108,16 @@ class Adapted(nn.Module):
         return x + self.out(F.gelu(self.base(x) + self.up(self.down(x))))
 
 
-def own(block):
-    """The bytes of the gradients of a block's parameters."""
-    return sum(p.nbytes for p in block.parameters() if p.requires_grad)
-
-
-def bound(model, x, accumulated):
-    """Boundaries, what one block takes by itself, and other gradients, at the worst moment."""
-    blocks = [*model]
-    trained = [own(block) > 0 for block in blocks]
-    first, worst = trained.index(True), 0
-    total = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    for k in range(first, len(blocks)):
-        h = x.clone().requires_grad_()
-        saved = functx.memory.profile(blocks[k], h)
-        forward = peak(blocks[k], h)  # with what goes at once; in a replay, beside a cotangent
-        one = max(saved.kept + saved.returned + own(blocks[k]), forward) + x.nbytes
-        others = total if accumulated else sum(map(own, blocks[k + 1 :]))
-        boundaries = max(k - first + (first > 0), 0) * x.nbytes
-        worst = max(worst, boundaries + one + others)
-    return worst
-
-
-@pytest.mark.parametrize("accumulated", [False, True], ids=["once", "accumulated"])
 @pytest.mark.parametrize("block", [Adapted, lambda: Experts(64)], ids=["adapted", "experts"])
-def test_within_a_tenth_of_the_bound(block, accumulated):
-    """And frozen parameters, and what comes before trained ones, cost nothing."""
+def test_within_a_tenth_of_the_bound(block):
+    """Boundaries, what one block takes by itself, and gradients of later ones; frozen ones none."""
     torch.manual_seed(0)
     model, x = nn.ModuleList(block() for _ in range(4)), torch.randn(128, 64)
     trained = [p for p in model.parameters() if p.requires_grad]
-
-    def run(region):
-        if not accumulated:
-            return torch.autograd.grad(through(model, x, region).square().mean(), trained)
-        for _ in range(2):
-            through(model, x, region).square().mean().backward()
-        for p in trained:
-            p.grad = None
-        return None
-
-    assert peak(run, functx.remat) <= 1.1 * bound(model, x, accumulated)
+    saved = functx.memory.profile(model[0], h := x.clone().requires_grad_())
+    gradients = sum(p.nbytes for p in trained) // 4
+    one = max(saved.kept + saved.returned + gradients, peak(model[0], h)) + x.nbytes
+    bound = max(k * x.nbytes + one + (3 - k) * gradients for k in range(4))
+    run = lambda region: torch.autograd.grad(through(model, x, region).square().mean(), trained)
+    assert peak(run, functx.remat) <= 1.1 * bound
     assert peak(run, functx.remat) < peak(run, lambda f: f)

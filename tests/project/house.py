@@ -110,7 +110,7 @@ WINGS = {
             *("functx._residuals", "functx.memory", "functx._storages", "functx._tensor_names"),
             "functx._pictures",
         ),
-        1_040,
+        1_000,
     ),
     "whole models": (
         (
@@ -118,12 +118,12 @@ WINGS = {
             *("functx._apply", "functx._submodules", "functx._patch", "functx._checkpoint"),
             "functx._distributed",
         ),
-        1_690,
+        1_600,
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
     "per_sample": (("functx.per_sample",), 2_500),
-    "jit, graph": (("functx._jit", "functx.graph"), 1_300),
-    "private torch": (("functx._torch",), 800),
+    "jit, graph": (("functx._jit", "functx.graph"), 1_210),
+    "private torch": (("functx._torch",), 785),
     "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_260),
     "compat": (("functx.compat",), 10_900),
 }

@@ -115,12 +115,10 @@ class TestUndo:
         patch = functx.patch_checkpoint()
         try:
             assert works()
-            assert "in place" in repr(patch)
         finally:
             patch.undo()
         assert not works()
         patch.undo()  # once is enough
-        assert "undone" in repr(patch)
 
     def test_a_handle_that_is_dropped_stays_in_place(self):
         functx.patch_checkpoint()
@@ -133,15 +131,9 @@ class TestUndo:
             last.undo()
         assert not works()
 
-    def test_it_is_a_decorator_and_an_exception_undoes_it(self):
-        @functx.patch_checkpoint()
-        def decorated(f):
-            return f()
-
-        assert decorated(works)
-        assert decorated.__name__ == "decorated"
-        with pytest.raises(ZeroDivisionError):
-            decorated(lambda: 1 / 0)
+    def test_an_exception_undoes_it(self):
+        with pytest.raises(ZeroDivisionError), functx.patch_checkpoint():
+            raise ZeroDivisionError
         assert not works()
 
     def test_patches_nest_and_end_in_any_order(self):

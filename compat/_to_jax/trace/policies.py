@@ -62,7 +62,8 @@ def _one_example(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
         with (
             engine.without_proxies(),
             engine.cleared_interpreter_stack(),
-            engine.without_modes(),
+            engine.without_function_modes(),
+            engine.without_dispatch_modes(),
             torch.no_grad(),
         ):
             metas = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
