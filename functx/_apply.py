@@ -57,7 +57,10 @@ class RegionForward:
                 module = caller  # perhaps a shallow copy
         forward = self._forward_of(module)
         if self._is_marked and torch.is_grad_enabled():
-            args, kwargs = _without_cache(type(module).__name__, args, kwargs)
+            name = type(module).__name__
+            args, kwargs = _without_cache(name, args, kwargs)
+            if module.training and getattr(module, "gradient_checkpointing", False):
+                _warn_once(_twice(name))
         return run(forward, args, kwargs, self.options)
 
     def _forward_of(self, module: nn.Module) -> Any:
@@ -66,6 +69,13 @@ class RegionForward:
         if torch.compiler.is_compiling():  # of a method, the compiler of torch 2.11 knows nothing
             return functools.partial(type(module).forward, module)
         return type(module).forward.__get__(module)
+
+    @property
+    def __globals__(self) -> Any:
+        """What ``torch.jit.script`` reads first of a function."""
+        raise AttributeError(
+            f"torch.jit.script can't read {self!r}; call functx.remove_remat(model) before"
+        )
 
     def __reduce__(self) -> Any:
         return RegionForward, (self.__self__, self.options, self.own)
@@ -148,6 +158,9 @@ def apply_remat(
                 f"apply_remat: {name!r} was made by functx.remat and is a region already. Leave it "
                 "out of where, or build the model without."
             )
+        checkpointed = getattr(module, "gradient_checkpointing", False)
+        if checkpointed and _submodules.is_marked_layer(module):
+            raise ValueError(f"apply_remat: {_twice(name)}")
     for name, module in found:
         title = f"{name} ({type(module).__name__})" if name else type(module).__name__
         own = vars(module).get("forward")
@@ -212,7 +225,10 @@ def _without_cache(layer: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...],
     """
     uses_cache = kwargs.get("use_cache") is True
     if uses_cache or any(map(_is_empty, (*args, *kwargs.values()))):
-        _warn_once(layer)
+        _warn_once(
+            f"{layer} is a region and a derivative is taken, so no cache of keys and values is "
+            "used. Pass use_cache=False to silence this."
+        )
     args = tuple(None if _is_empty(a) else a for a in args)
     kwargs = {name: None if _is_empty(a) else a for name, a in kwargs.items()}
     return args, kwargs | ({"use_cache": False} if uses_cache else {})
@@ -224,10 +240,14 @@ def _is_empty(cache: Any) -> bool:
     return length is not None and not length()
 
 
-@functools.cache
-def _warn_once(layer: str) -> None:
-    warnings.warn(
-        f"functx: {layer} is a region and a derivative is taken, so no cache of keys and values is "
-        "used. Pass use_cache=False to silence this.",
-        stacklevel=2,
+def _twice(layer: str) -> str:
+    return (
+        f"{layer!r} is checkpointed by transformers too, so it would run once more than need be. "
+        "Call model.gradient_checkpointing_disable() first, or keep it and use "
+        "functx.patch_checkpoint() in place of apply_remat."
     )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(f"functx: {message}", stacklevel=3)

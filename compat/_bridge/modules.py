@@ -37,9 +37,9 @@ def as_module(f: Any) -> torch.nn.Module | None:
 def function_of(
     module: torch.nn.Module, layers: Sequence[torch.nn.Module] = ()
 ) -> Callable[..., Any]:
-    """``fn(params, *args, **kwargs)``; buffers that are not among ``params`` are the module's.
+    """``fn(params, *args, **kwargs)``, with its ``layers`` as regions.
 
-    ``layers`` are submodules that are regions in it, whether they are or not otherwise.
+    Buffers that are not among ``params`` are the module's.
     """
 
     def call(params: Tensors, /, *args: Any, **kwargs: Any) -> Any:

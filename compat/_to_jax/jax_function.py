@@ -128,8 +128,7 @@ def to_jax(
         raise ValueError("to_jax(f, buffers=True) is for modules: a function has no buffers")
     if not isinstance(scan, bool):
         raise ValueError(
-            "to_jax(f, scan=WHERE) is for modules. Of a function, make the layers regions: "
-            "functx.apply_remat(model, WHERE), and pass scan=True"
+            "to_jax(f, scan=WHERE) is for modules; of a function scan=True, of regions"
         )
     if isinstance(f, jax.Array | torch.Tensor) or not callable(f):
         raise TypeError(

@@ -1,7 +1,7 @@
 """Layers of the same code as one ``lax.scan``, which is traced and compiled once.
 
-A run is some calls of regions, one after the other, whose graphs are alike. Each of their operands
-is shared by all, carried (a result of the call before), or stacked: a layer's own parameters, say.
+A run is some calls of regions whose graphs are alike. Each operand is shared by all, carried (a
+result of the call before), or stacked: a layer's own parameters, say.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from functx.compat._to_jax.trace.nodes import (
 )
 from functx.compat._to_jax.trace.policies import names_of_node
 
-Numbers = dict[Node, Any]
 SHARED, STACKED = "shared", "stacked"
 
 
@@ -43,30 +42,22 @@ class Layers:
     roles: tuple[str | int, ...]
 
     def run(
-        self, operands: Sequence[Sequence[Any]], call: Callable[[list[Any], Numbers], Sequence[Any]]
+        self, operands: Sequence[Sequence[Any]], call: Callable[[list[Any], Any], Sequence[Any]]
     ) -> list[tuple[Any, ...]]:
-        """The results of all calls.
+        """The results of all calls; ``call`` is that of the first, with any numbers of draws.
 
-        Args:
-            operands: of each call; of those that are carried, only the first call's are read.
-            call: gives the results of the first call's region, for any operands and with any
-                numbers of random draws.
+        Of ``operands`` that are carried, only the first call's are read.
         """
         draws = [_draws(node) for node in self.calls]
         numbers = jnp.asarray([[d.meta["functx_draw"] for d in drawn] for drawn in draws], int)
-        own = {
-            place: jnp.stack([given[place] for given in operands])
-            for place, role in enumerate(self.roles)
-            if role == STACKED
-        }
+        places = [place for place, role in enumerate(self.roles) if role == STACKED]
+        own = {place: jnp.stack([given[place] for given in operands]) for place in places}
         carried = {place: role for place, role in enumerate(self.roles) if isinstance(role, int)}
 
         def layer(state: dict[int, Any], of_layer: Any) -> Any:
             mine, drawn = of_layer
-            results = call(
-                [{**mine, **state}.get(place, given) for place, given in enumerate(operands[0])],
-                dict(zip(draws[0], drawn)),
-            )
+            of_call = {**dict(enumerate(operands[0])), **mine, **state}  # in their order
+            results = call([*of_call.values()], dict(zip(draws[0], drawn)))
             state = {place: results[result] for place, result in carried.items()}
             return state, [r if number in stacked else None for number, r in enumerate(results)]
 
@@ -93,7 +84,7 @@ def layers_of(graph: Graph) -> tuple[dict[Node, Layers], str]:
     order = {node: number for number, node in enumerate(graph.nodes)}
     regions = [n for n in graph.nodes if is_region(n) and not n.meta["functx_region"].replay]
     found: dict[Node, Layers] = {}
-    reason = "" if len(regions) > 1 else "it calls no two regions"
+    reason = "it calls no two regions" if len(regions) < 2 else ""
     while regions:
         calls, choices = regions[:1], [set[str | int]()]
         for node in regions[1:]:
@@ -106,8 +97,8 @@ def layers_of(graph: Graph) -> tuple[dict[Node, Layers], str]:
                 break
             calls, choices = [*calls, node], roles
         if len(calls) > 1:
-            roles = tuple(SHARED if SHARED in c else c.pop() for c in choices)
-            found |= dict.fromkeys(calls, Layers(tuple(calls), roles))
+            best = [SHARED if SHARED in c else c.pop() for c in choices]
+            found |= dict.fromkeys(calls, Layers(tuple(calls), tuple(best)))
         regions = regions[len(calls) :]
     return found, reason
 
@@ -133,8 +124,7 @@ def _options(one: Node, other: Node) -> str:
 
 
 def _draws(node: Node) -> list[Node]:
-    graphs = modules_of(body_of(node))
-    return [n for g in graphs for n in g.graph.nodes if n.meta.get("functx_draw") is not None]
+    return [n for g in modules_of(body_of(node)) for n in g.graph.nodes if "functx_draw" in n.meta]
 
 
 def difference(one: GraphModule, other: GraphModule) -> str:
@@ -151,9 +141,8 @@ def difference(one: GraphModule, other: GraphModule) -> str:
 
 
 def _alike(x: Node, y: Node, same: dict[Node, Node]) -> bool:
-    if x.op != y.op or [(t.shape, t.dtype) for t in tensors_of(x)] != [
-        (t.shape, t.dtype) for t in tensors_of(y)
-    ]:
+    a, b = ([(t.shape, t.dtype) for t in tensors_of(n)] for n in (x, y))
+    if x.op != y.op or a != b:
         return False
     if x.op == "get_attr":
         p, q = attribute(x), attribute(y)

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 import transformers
-from torch.utils import _pytree as pytree
 from transformers import MODEL_MAPPING, PreTrainedModel, ResNetConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from functx import _tree
 
 TYPES = [*CONFIG_MAPPING]
 
@@ -53,7 +54,7 @@ COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth", "en
 UNSET = {"head_dim": 8, "vocab_size": 99, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 LENGTH, IDS = 8, (43, 64)
 
-EXTRA = {
+EXTRA: dict[str, dict[str, Any]] = {
     "codegen": {"n_head": 4},
     "diffllama": {"attention_dropout": 0.0},
     "esm": {"vocab_size": 99, "pad_token_id": 1, "mask_token_id": 4},
@@ -79,7 +80,7 @@ def small(default: Any, fill: bool = False, scale: int = 1) -> Any:
     for name, initial in declared.items():
         value = values.get(default.attribute_map.get(name, name))
         if getattr(value, "model_type", "") == "timm_backbone":  # another package
-            value = ResNetConfig(out_indices=value.out_indices)
+            value = ResNetConfig(out_indices=value.out_indices)  # type: ignore[call-arg]
         if hasattr(value, "to_dict"):
             kwargs[name] = small(value, fill, scale)
         elif name == "rope_parameters":
@@ -98,7 +99,7 @@ def small(default: Any, fill: bool = False, scale: int = 1) -> Any:
         kwargs.pop("out_features", None)
     if "use_cache" in declared:
         kwargs["use_cache"] = False
-    return type(default)(**kwargs | EXTRA.get(default.model_type, {}))
+    return type(default)(**{**kwargs, **EXTRA.get(default.model_type, {})})
 
 
 def _smaller(name: str, value: Any, count: int, scale: int) -> Any:
@@ -117,7 +118,7 @@ def _smaller(name: str, value: Any, count: int, scale: int) -> Any:
 
 def _classes(config: Any) -> list[Any]:
     """Classes of models that take a configuration, the most basic ones first."""
-    known = MODEL_MAPPING.get(type(config), ())
+    known: Any = MODEL_MAPPING.get(type(config), ())
     known = [*known] if isinstance(known, (tuple, list)) else [known]
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     others = [
@@ -192,8 +193,7 @@ def _attempts(model: Any) -> Iterator[dict[str, Any]]:
 
 def outputs(out: Any) -> list[torch.Tensor]:
     """The floating point tensors that a model returned."""
-    leaves = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-    return [t for t in leaves if t.is_floating_point()]
+    return [t for t in _tree.leaves(out) if _tree.is_tensor(t) and t.is_floating_point()]
 
 
 def loss(out: Any) -> torch.Tensor:
@@ -233,7 +233,7 @@ def find(name: str) -> tuple[Any, Any, dict[str, Any]]:
         near = difflib.get_close_matches(name, TYPES, cutoff=0.5)
         hint = f"; near are {', '.join(near)}" if near else ""
         raise LookupError(f"transformers has no model type and no class {name!r}{hint}")
-    reasons = []
+    reasons: list[Exception] = []
     for options in ({}, {"fill": True}, {"fill": True, "scale": 4}):
         try:
             config = small(CONFIG_MAPPING[name](), **options)
@@ -251,7 +251,7 @@ def find(name: str) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _inputs(model: Any) -> dict[str, Any]:
-    reasons = [ValueError(f"no inputs are known for {type(model).__name__}")]
+    reasons: list[Exception] = [ValueError(f"no inputs are known for {type(model).__name__}")]
     for kwargs in _attempts(model):
         try:
             if any(t.requires_grad for t in outputs(model(**kwargs))):

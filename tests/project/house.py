@@ -118,14 +118,14 @@ WINGS = {
             *("functx._apply", "functx._submodules", "functx._patch", "functx._checkpoint"),
             "functx._distributed",
         ),
-        1_600,
+        1_620,
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
     "per_sample": (("functx.per_sample",), 2_500),
     "jit, graph": (("functx._jit", "functx.graph"), 1_210),
     "private torch": (("functx._torch",), 785),
-    "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_260),
-    "compat": (("functx.compat",), 10_900),
+    "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_310),
+    "compat": (("functx.compat",), 11_000),
 }
 
 

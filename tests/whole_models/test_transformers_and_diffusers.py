@@ -102,12 +102,37 @@ def test_no_cache_of_keys_is_used_where_a_derivative_is_taken(name):
 def test_what_transformers_checkpoints_already_is_refused():
     model = hf.build("llama")
     model.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match=r"gradient_checkpointing_disable"):
-        functx.apply_remat(model, "gradient_checkpointing")
+    for where in ("gradient_checkpointing", "model.layers.*"):
+        with pytest.raises(ValueError, match=r"gradient_checkpointing_disable"):
+            functx.apply_remat(model, where)
     unet = hf.build_unet()
     unet.enable_gradient_checkpointing()
     with pytest.raises(ValueError, match="disable_gradient_checkpointing"):
         functx.apply_remat(unet, "gradient_checkpointing")
+
+
+def test_what_transformers_checkpoints_as_well_is_told_so():
+    functx._apply._warn_once.cache_clear()
+    model = functx.apply_remat(hf.build("llama"), "gradient_checkpointing")
+    model.gradient_checkpointing_enable()
+    with pytest.warns(UserWarning, match=r"once more than need be.*gradient_checkpointing_disable"):
+        model.train()(**{k: v[0] for k, v in hf.batch("llama").items()}).loss.backward()
+
+
+@pytest.mark.sweep  # the compiler takes seconds for the smallest of models
+def test_a_checkpointed_model_can_be_compiled():
+    torch._dynamo.reset()
+    inputs = {k: v.flatten(0, 1) for k, v in hf.batch("llama", dtype=torch.float32).items()}
+
+    def gradients(model, compiled):
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        run(**inputs, use_cache=False).loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    model, context = hf.checkpointed(hf.build("llama"), "apply")
+    with context:
+        assert_same(gradients(model, True), gradients(hf.build("llama"), False), eps=1e4)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("way", WAYS)
