@@ -2,15 +2,10 @@
 
 NOTE [lean]
 ``torch.func.grad`` runs the backward pass *inside* the level that recorded the forward, with
-``create_graph=True``: the level records its own backward, and every gradient that flows through it
-stays alive until the level ends. Nobody can ever read that record. Here the level ends first, and
-the backward pass runs after it:
-
-- the level is dead, so it records nothing: each saved tensor goes as soon as its node has run
-  (``retain_graph=False``);
-- the levels around it are alive, and so is plain autograd below them. They record the backward pass
-  if grad mode is on where the transform was called (``create_graph=torch.is_grad_enabled()``), and
-  what none of them tracks costs nothing.
+``create_graph=True``: the level records its own backward, which nobody can ever read, and keeps
+every gradient until it ends. Here the level ends first. Dead, it records nothing of the backward
+pass, so each saved tensor goes as soon as its node has run; levels around it, and plain autograd
+below them, record what they track, if grad mode is on where the transform was called.
 
 ``create_graph`` must not be read off the tensors at hand ("does the output require grad outside?"):
 a hook or the backward of a custom Function may bring in a variable of an outer level that the
@@ -32,28 +27,40 @@ from functx._dead_wrappers import function_classes, unwrap_for_backward
 from functx._remat import made_inside, taken_in
 from functx._torch import compiler, gradient_edge
 
-_HOOKS_MESSAGE = "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks."
-# Whether functions may call ``requires_grad_``: a hook of Hugging Face's asks it of embeddings.
-allows_requires_grad = False  # but for `functx.patch_checkpoint`
+# Whether functions may call ``requires_grad_``, as a hook of Hugging Face's does (`_patch`).
+allows_requires_grad = False
 
-_OF_HOOKS = (
-    "torch.utils.checkpoint, save_on_cpu and saved_tensors_hooks of torch.autograd.graph work "
-    "through saved tensor hooks, which can't follow tensors through functorch levels. functx needs "
-    "none: call a model that checkpoints itself under functx.patch_checkpoint(), one of Hugging "
-    "Face's also its gradient_checkpointing_enable(); in your own code write "
-    "functx.remat(f)(*args), or functx.checkpoint(f, *args). In place of save_on_cpu: "
+_NO_HOOKS = (
+    "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks, those of "
+    "torch.utils.checkpoint and save_on_cpu. Use functx.patch_checkpoint() around a model that "
+    "checkpoints itself (and around Hugging Face's gradient_checkpointing_enable(), too); in your "
+    "own code functx.remat(f)(*args), or functx.checkpoint(f, *args); in place of save_on_cpu "
     "functx.remat(f, policy=checkpoint_policies.offload(policy))."
 )
 # By words of an error of torch's: the way out.
-_NOTES = {
-    "support saved tensor hooks": _OF_HOOKS,
-    "_NoopSaveInputs": _OF_HOOKS,  # of checkpoint, under vmap, before torch 2.13
-    "Tensor.requires_grad_()": "If this is the hook that Hugging Face's "
-    "gradient_checkpointing_enable() leaves on the embeddings: regions need none, call "
+_WAYS_OUT = {
+    "support saved tensor hooks": _NO_HOOKS,
+    "_NoopSaveInputs": _NO_HOOKS,  # of checkpoint, under vmap, before torch 2.13
+    "Tensor.requires_grad_()": "If Hugging Face's gradient_checkpointing_enable() hung that hook: "
     "model.disable_input_require_grads(); or do all under functx.patch_checkpoint().",
     "override the setup_context": "If this is torch.utils.checkpoint with use_reentrant=True: call "
     "it under functx.patch_checkpoint(), or use functx.checkpoint.",
+    "_scaled_dot_product_": "Fused attention has but first derivatives, in reverse mode: call it "
+    "under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).",
 }
+
+
+@contextmanager
+def ways_out() -> Iterator[None]:
+    """Adds to an error of torch's what to do instead."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        for words, note in _WAYS_OUT.items():
+            if words in said and note not in said:
+                error.add_note(note)
+        raise
 
 
 class Pullback:
@@ -131,7 +138,7 @@ class Pullback:
         if not retain_graph:
             self._edges = None
         found: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        with _outside_inference_mode(), compiler.without_compiled_autograd():
+        with ways_out(), _outside_inference_mode(), compiler.without_compiled_autograd():
             if taped and inputs:
                 found = torch.autograd.grad(
                     [edge for edge, _ in taped],
@@ -223,12 +230,6 @@ def _outside_inference_mode() -> Iterator[None]:
 @contextmanager
 def _hooks_disabled() -> Iterator[None]:
     """No saved-tensor hooks inside: an error says what to use instead."""
-    try:
-        allowed = _torch.allow_requires_grad(True) if allows_requires_grad else nullcontext()
-        with disable_saved_tensors_hooks(_HOOKS_MESSAGE), allowed:
-            yield
-    except RuntimeError as error:
-        for words, note in _NOTES.items():
-            if words in str(error) and note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
-        raise
+    allowed = _torch.allow_requires_grad(True) if allows_requires_grad else nullcontext()
+    with ways_out(), disable_saved_tensors_hooks(_NO_HOOKS), allowed:
+        yield

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
 from functx import _norms, _tree, _validate
 from functx._arrays import by_arguments, by_primals
 from functx._remat import made_inside, taken_in
-from functx._reverse_mode import record
+from functx._reverse_mode import record, ways_out
 from functx._torch import compiler
 from functx._validate import Argnums
 
@@ -92,8 +91,7 @@ def value_and_grad(
     Arguments and errors are those of :func:`functx.grad`.
 
     Returns:
-        A function that returns ``(value, gradient)``; with ``has_aux``,
-        ``((value, aux), gradient)``.
+        A function that returns ``(value, gradient)``, with ``has_aux`` ``((value, aux), gradient)``
 
     Example:
         >>> import torch, functx
@@ -128,9 +126,7 @@ def _of_scalar(
 @by_primals
 @compiler.told
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """The output of a function, and its pullback: vector-Jacobian products.
-
-    As :func:`torch.func.vjp`.
+    """The output of a function, and its pullback: :func:`torch.func.vjp`.
 
     Args:
         func: Takes ``primals``, and returns a pytree of floating point or complex tensors (with
@@ -176,7 +172,7 @@ def jvp(
         return of_torch(primals, tangents)
     _validate.check_inputs((primals,), (0,), "jvp(f, primals, tangents)")
     primals, tangents = taken_in("jvp", (primals, tangents))
-    with _norms.around(primals):
+    with ways_out(), _norms.around(primals):
         return made_inside(of_torch(primals, tangents))
 
 
@@ -187,8 +183,7 @@ def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R
 
     As :func:`torch.func.linearize`, but it runs ``func`` once, traces nothing, and keeps between
     calls what a pullback keeps: of a `functx.remat` region, its inputs. The linear function is the
-    transpose of the pullback, which is linear as well, so each call costs a pullback and its
-    derivative (and a replay of each region).
+    transpose of the pullback, so each call costs a pullback and its derivative.
 
     Args:
         func: Takes and returns pytrees of tensors.
@@ -197,7 +192,7 @@ def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R
     Returns:
         The value of ``func`` at ``primals``, and a function of tangents, pytrees like ``primals``,
         that returns a pytree like the value: the derivative of each leaf, zeros for tensors of
-        integers. It raises a ``RuntimeError`` where structure or shapes of tangents are others.
+        integers. It raises a ``RuntimeError`` where tangents do not fit ``primals``.
 
     Example:
         >>> import torch, functx
@@ -206,19 +201,26 @@ def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R
         tensor([1., 1., 1.])
 
     Source:
-        The transpose of a transpose is the map itself: Radul et al., *You only linearize once*,
-        POPL 2023, the other way around; Townsend, *A new trick for calculating Jacobian vector
-        products*, 2017.
+        Townsend, *A new trick for calculating Jacobian vector products*, 2017: the transpose of a
+        transpose is the map itself.
     """
     parted = functools.partial(_tree.parted, belongs=_validate.has_derivatives)
     values, pullback, others = vjp(lambda *args: parted(func(*args)), *primals, has_aux=True)
     constants = _tree.map_(
-        lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, others
+        lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, others
     )
     layouts = [(value.shape, value.dtype, value.device) for value in values]
 
     def linear(*tangents: Any) -> Any:
         """The derivative of the function along tangents."""
+        (given, spec), (wanted, expected) = _tree.flatten(tangents), _tree.flatten(primals)
+        if spec != expected:
+            said = f"Expected the tangents {spec} to have the same argspec as the primals"
+            raise RuntimeError(f"linearize: {said} {expected}")
+        for what in ("shape", "dtype", "device"):
+            if [getattr(t, what, None) for t in given] != [getattr(p, what) for p in wanted]:
+                said = f"a tangent in flattened pytree doesn't match the {what}"
+                raise RuntimeError(f"linearize: {said} of the corresponding primal")
         # What maps cotangents to gradients is linear: zeros are as good a point as any.
         zeros = [torch.zeros(shape, dtype=dtype, device=on) for shape, dtype, on in layouts]
         return _tree.joined(vjp(pullback, zeros)[1](tangents)[0], constants)

@@ -99,10 +99,7 @@ def joined(tensors: Sequence[torch.Tensor], how: Any) -> Any:
 
 
 def leaves_as(spec: TreeSpec, tree: Any) -> list[Any]:
-    """The leaves of a tree in the order of ``spec``, which its dicts may not have.
-
-    A ``ValueError`` if it has another structure.
-    """
+    """The leaves of a tree in the order of ``spec``; of another structure, a ``ValueError``."""
     found = _flatten_up_to(spec, tree)
     if any(map(is_node, found)):
         raise ValueError(f"{shown(spec)} and {shown(flatten(tree)[1])}")

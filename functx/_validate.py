@@ -1,8 +1,7 @@
 """Checks of what a caller hands over: each names the transform, the value it got and the remedy.
 
-Error types follow :mod:`torch.func`, so that code which catches torch's errors catches these too.
-The one difference is *when*: what can be seen as the transform is made (a function that can't be
-called, ``argnums`` of a wrong type) raises there, not at the first call.
+Types and words of errors follow :mod:`torch.func`, so that code which catches its errors catches
+these too. What can be seen as a transform is made raises there, not at the first call.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ def check_argnums(argnums: Any, api: str) -> None:
     are_ints = isinstance(chosen, tuple) and all(isinstance(i, int) for i in chosen)
     if not are_ints or not chosen or len(set(chosen)) < len(chosen):
         raise RuntimeError(
-            f"{api}: argnums must be non-empty: an int or tuple of different ints, got {argnums!r}"
+            f"{api}: argnums must be int or Tuple[int, ...], which must be non-empty, and elements "
+            f"must be unique, got: {argnums!r}"
         )
 
 
@@ -50,8 +50,8 @@ def resolve_argnums(argnums: Argnums, num_args: int, api: str) -> tuple[int, ...
     positions = tuple(n + num_args * (n < 0) for n in chosen)
     if not {*positions} <= {*range(num_args)} or len({*positions}) < len(positions):
         raise RuntimeError(
-            f"{api}: argnums {argnums} must name different ones of {num_args} positional inputs; "
-            "arguments passed by keyword can't be differentiated"
+            f"{api}: Got argnums={argnums}, but only {num_args} positional inputs, and elements "
+            "must be unique; arguments passed by keyword can't be differentiated"
         )
     return positions
 
@@ -94,24 +94,24 @@ def split_aux(result: Any, api: str) -> tuple[Any, Any]:
 
 def check_scalar(output: Any, api: str) -> None:
     """Raises ``RuntimeError`` unless ``output`` is a real tensor of no dimensions."""
-    is_scalar = isinstance(output, torch.Tensor) and output.dim() == 0
-    if not is_scalar or (output.is_complex() and output.requires_grad):
+    is_tensor = isinstance(output, torch.Tensor)
+    if not is_tensor or output.dim() or (output.is_complex() and output.requires_grad):
         raise RuntimeError(
-            f"{api}: Expected f(*args) to return a real scalar Tensor, got {describe(output)}. "
-            "To return more than the value, use has_aux=True; of a complex number return .real or "
-            ".abs(). Maybe you wanted to use the vjp or jacrev APIs instead?"
+            f"{api}: Expected f(*args) to return a {'scalar ' if is_tensor else ''}Tensor, got "
+            f"{describe(output)}. grad can be created only for real scalar outputs; return more as "
+            "aux, with has_aux=True. Maybe you wanted to use the vjp or jacrev APIs instead?"
         )
 
 
 def check_outputs(output: Any, api: str) -> None:
     """Raises ``RuntimeError`` unless ``output`` is a tree of tensors that can have derivatives."""
     outputs = _tree.leaves(output)
-    wrong = [describe(out) for out in outputs if not has_derivatives(out)]
-    if wrong or not outputs:
+    if not outputs or outputs == [None]:
+        raise RuntimeError(f"{api}: Expected f to be a function that has non-empty output")
+    if wrong := [describe(out) for out in outputs if not has_derivatives(out)]:
         raise RuntimeError(
-            f"{api}: expected f to return only tensors of floating-point or complex dtype, got "
-            f"{', '.join(wrong) or 'none'}; return what isn't differentiated as aux, with "
-            "has_aux=True"
+            f"{api}: expected f(*primals) to return only tensors of floating-point or complex "
+            f"dtype, got {', '.join(wrong)}; return the others as aux, with has_aux=True"
         )
 
 
