@@ -179,9 +179,6 @@ def _rematted(f: Any, options: Options) -> Any:
     if isinstance(f, (staticmethod, classmethod)):
         return type(f)(_rematted(f.__func__, options))
     if not callable(f):
-        raise TypeError(
-            f"remat: expected a callable, got {type(f).__name__}. Give it a function or an "
-            "nn.Module; to set options only, use remat(option=...) as a decorator."
-        )
+        raise TypeError(f"remat: expected a callable, got {type(f).__name__}; options go by name.")
     _validate.warn_if_later(f)
     return Rematted(f, options)

@@ -35,6 +35,10 @@ class RematModule:
         state: Any = _base(type(self)).__getstate__
         return self.__dict__.copy() if state is object.__getstate__ else dict(state(self))
 
+    def __prepare_scriptable__(self) -> Any:
+        """What ``torch.jit.script`` calls first."""
+        raise TypeError("torch.jit.script can't read a region: script the module without remat")
+
 
 def _base(cls: type) -> type:
     """The class that one of a region is derived from."""
@@ -78,9 +82,8 @@ def remat_module(module: nn.Module, options: Options) -> nn.Module:
         )
     if isinstance(module, LazyModuleMixin):
         raise RematError(
-            f"remat: {original.__name__!r} has a lazy module that was not initialized, and its "
-            "first call, which initializes it, can't be replayed. Call it once outside of regions "
-            "and transforms before, with a batch of the right shape."
+            f"remat: {original.__name__!r} has a lazy module that was not initialized. Call it "
+            "once outside of regions and transforms before, with a batch of the right shape."
         )
     new = _rebuilt(_base(original) if isinstance(module, RematModule) else original, options)
     state = module.__dict__

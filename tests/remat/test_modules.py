@@ -206,3 +206,10 @@ def test_a_region_around_a_distributed_module_is_an_error_that_says_swap_them(gr
     x = numbers(2, 4).requires_grad_()
     with pytest.raises(functx.RematError, match=r"inside|swap|around"):
         WAYS[way](wrap(kind), x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_a_module_in_a_region_that_is_scripted_is_an_error_that_says_so():
+    for module in (functx.remat(nn.Linear(3, 3)), nn.Sequential(functx.remat(nn.Linear(3, 3)))):
+        with pytest.raises(TypeError, match="script the module without remat"):
+            torch.jit.script(module)
