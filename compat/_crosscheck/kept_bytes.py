@@ -77,12 +77,9 @@ View = tuple[int, int, Any]  # the same without the offset
 
 
 def _kept(entered: Sequence[tuple[str, set[Buffer]]], ours: set[View], outside: set[View]) -> Kept:
-    """Sum up what each region keeps.
+    """Sum up what each region keeps: of the buffers that each took, those that live.
 
-    Args:
-        entered: names of the regions, and the buffers that each took and that live.
-        ours: those of arguments.
-        outside: those of what the function closes over.
+    ``ours`` are those of arguments, ``outside`` those of what the function closes over.
     """
     seen: set[Buffer] = set()
     regions = []
@@ -104,13 +101,8 @@ def kept_by_torch(
 ) -> Kept:
     """Bytes that ``functx.vjp`` keeps, from storages that are still alive.
 
-    Args:
-        f: a function to a scalar; differentiated in its first argument.
-        args: lists of tensors, which are cloned.
-        closed_over: tensors of the surroundings, which are not counted.
-
-    Returns:
-        The bytes kept.
+    ``f`` gives a scalar, and is differentiated in its first argument; tensors that are
+    ``closed_over`` do not count.
     """
     entered: list[tuple[str, dict[Buffer, tuple[StorageWeakRef, int]]]] = []
     outer = 0  # the level at which f is differentiated
@@ -183,14 +175,7 @@ def kept_by_jax(
 ) -> Kept:
     """Bytes that ``jax.vjp`` keeps, from the leaves of the function that it returns.
 
-    Args:
-        observed: given an observer of operands (see ``Lowered.observed``), the lowered function to
-            a scalar, differentiated in its first argument.
-        args: lists of JAX arrays.
-        closed_over: arrays of the surroundings, which are not counted.
-
-    Returns:
-        The bytes kept.
+    ``observed`` gives the lowered function, given an observer of operands (``Lowered.observed``).
     """
     regions: list[tuple[str, list[Any]]] = []
 

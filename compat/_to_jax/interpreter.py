@@ -96,15 +96,7 @@ class Interpreter:
     numbers: Mapping[Node, Any] = field(default_factory=dict)
 
     def run(self, module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-        """Evaluate a graph.
-
-        Args:
-            module: the functional graph.
-            inputs: one JAX array per placeholder.
-
-        Returns:
-            One JAX array per output.
-        """
+        """Evaluate a functional graph: of a JAX array per placeholder, one per output."""
         env: dict[Node, Any] = {}
         feed = iter(inputs)
         saved = self.saved

@@ -26,6 +26,7 @@ from functx.compat._to_jax.trace.nodes import (
 )
 from functx.compat._torch import FakeTensor, FakeTensorMode, draws, is_mutable
 
+aten = torch.ops.aten
 _MOST_PASSES = 4
 Again = Callable[[Callable[..., object], list[torch.Tensor]], GraphModule]
 """Traces a function of some tensors."""
@@ -36,13 +37,8 @@ def lift_constants(
 ) -> list[torch.Tensor]:
     """Make every tensor attribute a placeholder, inside regions first; return the tensors.
 
-    Args:
-        module: the graph, which is changed.
-        mode: makes the examples of the placeholders.
-        known: whether a traced tensor is one of the graph around this.
-
-    Raises:
-        LoweringError: for a traced tensor that is not known: a value that the tracer lost.
+    A traced tensor that is not ``known`` to be of the graph around this is a value that the tracer
+    lost: a ``LoweringError``.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -79,19 +75,46 @@ def lift_constants(
     return [tensor for tensor, _ in lifted.values()]
 
 
+def own_memory(module: GraphModule) -> None:
+    """Give what is detached and then written memory of its own: its derivative is that of writes.
+
+    What it was detached from gets the values too, and keeps its derivative.
+    """
+    for inner in modules_of(module):
+        sources: dict[Node, Node] = {}  # of each copy, what it was detached from
+        writes = [n for n in inner.graph.nodes if is_mutable(n.target)]
+        while writes:
+            writes += _apart(writes.pop(0), sources)
+
+
+def _apart(write: Node, sources: dict[Node, Node]) -> list[Node]:
+    graph, written = write.graph, write.args[0]
+    while isinstance(written, Node) and written.target is not aten.detach.default:
+        if not (getattr(written.target, "is_view", False) or is_mutable(written.target)):
+            break
+        written = written.args[0]
+    if not isinstance(written, Node):
+        return []
+    if written.target is aten.detach.default:
+        with graph.inserting_after(written):
+            copy = graph.call_function(aten.clone.default, (written,))
+        written.replace_all_uses_with(copy, lambda user: user is not copy)
+        sources[copy], written = written.args[0], copy  # type: ignore[assignment]
+    if (source := sources.get(written)) is None:
+        return []
+    with graph.inserting_after(write):
+        before = graph.call_function(aten.clone.default, (source,))
+    with graph.inserting_after(before):
+        after = graph.call_function(torch.ops.functx.straight_through.default, (written, before))
+    with graph.inserting_after(after):
+        return [graph.call_function(aten.copy_.default, (source, after))]
+
+
 def functional(module: GraphModule, again: Again, mode: FakeTensorMode) -> GraphModule:
-    """Trace a graph again, functionalized, until no node writes.
+    """Trace a graph ``again``, functionalized, until no node writes.
 
-    Args:
-        module: the graph.
-        again: the tracer.
-        mode: makes its inputs.
-
-    Returns:
-        The graph; writes to placeholders are left, as ``copy_`` nodes.
-
-    Raises:
-        LoweringError: if an operation has no functional form.
+    Writes to placeholders are left, as ``copy_`` nodes. An operation without a functional form is a
+    ``LoweringError``.
     """
     for _ in range(_MOST_PASSES):
         if not any(is_mutable(n.target) for m in modules_of(module) for n in m.graph.nodes):
@@ -160,7 +183,7 @@ def writes_to_placeholders(module: GraphModule) -> list[Node]:
     return [
         node
         for node in module.graph.nodes
-        if node.target is torch.ops.aten.copy_.default
+        if node.target is aten.copy_.default
         and isinstance(node.args[0], Node)
         and node.args[0].op == "placeholder"
     ]

@@ -314,8 +314,9 @@ class Observer(TorchDispatchMode):
         if not is_differentiable(out):
             return out
         stopped: torch.Tensor = aten.detach.default(out)
-        if func.is_view:
-            self._views[id(stopped)] = (stopped, out)
+        if not func.is_view:
+            return aten.clone.default(stopped)  # memory of its own: it may be written to
+        self._views[id(stopped)] = (stopped, out)
         return stopped
 
     def _write_without_grad(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -24,7 +24,12 @@ from functx._remat import keep_regions, on_name
 from functx._torch import graphs
 from functx.compat._to_jax.rules.table import decompositions
 from functx.compat._to_jax.source_lines import at_line
-from functx.compat._to_jax.trace.functional import drop_writes_to_inputs, functional, lift_constants
+from functx.compat._to_jax.trace.functional import (
+    drop_writes_to_inputs,
+    functional,
+    lift_constants,
+    own_memory,
+)
 from functx.compat._to_jax.trace.functions import Interceptor, isolate
 from functx.compat._to_jax.trace.hand_over import hand_over
 from functx.compat._to_jax.trace.nodes import placeholders
@@ -66,14 +71,6 @@ def trace(
 ) -> FunctionalGraph:
     """Trace ``f``, which takes flat tensors and returns a flat sequence of tensors.
 
-    Args:
-        f: the function; closed-over tensors become captures.
-        specs: one per input.
-        name: of the function, for messages.
-
-    Returns:
-        The functional program.
-
     Raises:
         LoweringError: for data-dependent operations, writes to captures, random numbers that are
             not torch's, and traced values that the tracer lost.
@@ -89,6 +86,7 @@ def trace(
     isolate(module)
     captures = lift_constants(module, mode)
     heed(module)
+    own_memory(module)
     module = functional(module, _traced, mode)
     drop_writes_to_inputs(module, len(specs))
     module.graph.eliminate_dead_code()

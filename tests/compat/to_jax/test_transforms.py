@@ -116,6 +116,52 @@ def test_writes_past_the_version_counter_are_seen(dtype):
     assert [x.tolist() for x in h()] == [[0, 0, 0], [1, 1, 1]]
 
 
+def _no_grad(x):
+    with torch.no_grad():
+        return x * 2
+
+
+def _write(target, value):
+    target[0] = value[0]
+    return target
+
+
+def _scaled(target, w):
+    with torch.no_grad():
+        target.detach().mul_(2)
+    return target
+
+
+WRITTEN = {
+    "detached": lambda w, p: p.detach().add_(w),
+    "detached, and read otherwise": lambda w, p: (p.detach().add_(w) * p).sin(),
+    "twice": lambda w, p: p.detach().add_(w).mul_(w) + p,
+    "data": lambda w, p: p.data.mul_(w) * w,
+    "an entry": lambda w, p: _write(p.detach(), w) * p,
+    "a view of it": lambda w, p: (p.detach().view(-1)[1:].add_(w[1:]) * p[1:]).cos(),
+    "of a view": lambda w, p: p[:2].detach().add_(w[:2]) * p[1:],
+    "made without grad": lambda w, p: _no_grad(p).add_(w) * p,
+    "an entry, made without grad": lambda w, p: _write(_no_grad(p), w) * w,
+    "without grad, and read otherwise": lambda w, p: _scaled(p, w) * w,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_derivative_goes_through_what_is_written_to_a_detached_tensor(name):
+    """And what it was detached from gets the values, and keeps its derivative."""
+
+    def f(w, x):
+        return WRITTEN[name](w, x.sin()).square().sum()
+
+    w, x = torch.randn(2, 3, dtype=torch.float64).unbind()
+    leaves = w.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = torch.autograd.grad(f(*leaves), leaves, materialize_grads=True)
+    with jax.enable_x64(True):
+        found = jax.grad(to_jax(f), (0, 1))(w.numpy(), x.numpy())
+        for a, b in zip(found, expected):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
 def test_calls_share_the_array_of_what_is_closed_over():
     w, x = torch.zeros(2, 3, dtype=torch.int64), jnp.ones((2, 3))
     h = to_jax(lambda x: (x * w, w))
