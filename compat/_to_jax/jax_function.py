@@ -36,6 +36,7 @@ from functx.compat._to_jax.environment import device_of, environment_of
 from functx.compat._to_jax.interpreter import Interpreter, Observe
 from functx.compat._to_jax.refusals import check
 from functx.compat._to_jax.scan import layers_of
+from functx.compat._to_jax.trace.known_values import unchanged
 from functx.compat._to_jax.trace.trace import FunctionalGraph, Spec, trace
 from functx.compat._torch import TRACING, original_of
 from functx.compat.random._draws import lowering
@@ -219,7 +220,7 @@ class Lowered:
         environment = environment_of(self.__wrapped__)
         key = ((kinds, tree, x64_enabled()), environment)
         found = self._programs.get(key)
-        if found is None:
+        if found is None or not unchanged(found.program.reads):
             traces = sum(signature == key[0] for signature, _ in list(self._programs))
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.clear()

@@ -29,6 +29,7 @@ TYPES = [*CONFIG_MAPPING]
 # What numbers of these names may be at most: the first pattern that is found counts.
 CAPS = {
     r"type_vocab|num_channels|in_chans|kernel|stride|ratio|expan|_factor|stage_names": None,
+    r"index_topk": None,
     r"codebook_size": 64,
     r"vocab|num_embeddings|num_classes$": 99,
     r"experts_per|top_?k|moe_k|n_groups?$|topk_group|num_codebooks|n_codebooks|quantizers": 2,

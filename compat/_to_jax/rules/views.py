@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from functx._errors import LoweringError
 from functx.compat._bridge import to_jax_dtype
 from functx.compat._to_jax.rules.table import rule, rules
 
@@ -135,23 +136,36 @@ def _unfold(x: Any, dim: int, size: int, step: int) -> Any:
     return jnp.moveaxis(windows, dim % x.ndim + 1, -1)
 
 
-def _strided_index(size: Ints, stride: Ints, offset: int | None) -> Any:
-    """Places in memory; right for contiguous inputs, which is what functionalized graphs pass."""
-    index = np.full(tuple(size), offset or 0)
+def _in_memory(ctx: Any, size: Ints, stride: Ints, offset: int | None) -> tuple[Ints, Any]:
+    """The order in which dimensions of the first argument lie in memory, and places in there."""
+    like = ctx.node.args[0].meta["val"]
+    order = sorted(range(like.ndim), key=lambda d: (-like.stride(d), like.shape[d] == 1))
+    start = like.storage_offset()
+    index = np.full(tuple(size), (start if offset is None else offset) - start)
     for axis, (n, step) in enumerate(zip(size, stride)):
         index = index + (np.arange(n) * step).reshape((-1,) + (1,) * (len(size) - axis - 1))
-    return index
+    reached = not index.size or 0 <= index.min() <= index.max() < like.numel()
+    if not (reached and like.permute(order).is_contiguous()):
+        raise LoweringError(
+            "it reads memory of which its argument is a part: use unfold, or slices"
+        )
+    return order, index
 
 
 @rule("as_strided")
-def _as_strided(x: Any, size: Ints, stride: Ints, offset: int | None = 0) -> Any:
-    return jnp.ravel(x)[_strided_index(size, stride, offset)]
+def _as_strided(x: Any, size: Ints, stride: Ints, offset: int | None = None, *, ctx: Any) -> Any:
+    order, index = _in_memory(ctx, size, stride, offset)
+    return jnp.ravel(jnp.transpose(x, order))[index]
 
 
 @rule("as_strided_scatter")
-def _as_strided_scatter(x: Any, src: Any, size: Ints, stride: Ints, offset: int | None = 0) -> Any:
-    index = _strided_index(size, stride, offset)
-    return jnp.ravel(x).at[index].set(src).reshape(x.shape)
+def _as_strided_scatter(
+    x: Any, src: Any, size: Ints, stride: Ints, offset: int | None = None, *, ctx: Any
+) -> Any:
+    order, index = _in_memory(ctx, size, stride, offset)
+    memory = jnp.transpose(x, order)
+    written = jnp.ravel(memory).at[index].set(src).reshape(memory.shape)
+    return jnp.transpose(written, np.argsort(order))
 
 
 @rule("diagonal_scatter")

@@ -37,6 +37,7 @@ from functx._errors import LoweringError
 from functx.compat._to_jax.source_lines import at_line, note_source
 from functx.compat._to_jax.trace.composites import RECURRENT, REPLACED, layer_by_layer
 from functx.compat._to_jax.trace.functions import within
+from functx.compat._to_jax.trace.known_values import READS, KnownValues
 from functx.compat._to_jax.trace.nodes import is_differentiable, nodes_from_now
 from functx.compat._to_jax.trace.policies import with_examples
 from functx.compat._to_jax.trace.traced_draws import TracedDraws
@@ -206,9 +207,9 @@ class Tape:
 class UserCalls(TorchFunctionMode):
     """Sees calls by name: the user's ``detach``, and what ``Tape`` and ``composites`` answer."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, known: KnownValues) -> None:
         super().__init__()
-        self._tape = tape
+        self._tape, self._known = tape, known
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -216,6 +217,9 @@ class UserCalls(TorchFunctionMode):
         note_source()
         if func in ASKS and not called_by_us(func):
             return self._tape(func, args, kwargs or {})
+        if func in READS and (value := self._known.read(args[0])) is not None:
+            with engine.without_dispatch_modes():
+                return func(value, *args[1:], **(kwargs or {}))
         if func in RECURRENT:
             return layer_by_layer(func, *args)
         if func in _INSIDE:
@@ -250,10 +254,9 @@ class Observer(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, random_draws: TracedDraws, tape: Tape) -> None:
+    def __init__(self, random_draws: TracedDraws, tape: Tape, known: KnownValues) -> None:
         super().__init__()
-        self._draws = random_draws
-        self._tape = tape
+        self._draws, self._tape, self._known = random_draws, tape, known
         self.seen: set[int] = set()
         # Views made without grad, by id: (the detached view handed out, the view itself).  Writing
         # to the first must write through the second, whose derivative is still attached.
@@ -277,7 +280,9 @@ class Observer(TorchDispatchMode):
             kwargs = {name: None if name == "generator" else v for name, v in kwargs.items()}
         mode = engine.proxy_mode()
         if mode is None or state is None:
-            return self._dispatch(func, args, kwargs)
+            out = self._dispatch(func, args, kwargs)
+            self._known.follow(func, args, kwargs, out)
+            return out
         made = nodes_from_now(mode.tracer.graph)
         out = self._dispatch(func, args, kwargs)
         for i, node in enumerate(n for n in reversed(made()) if draws(n.target)):
@@ -293,10 +298,10 @@ class Observer(TorchDispatchMode):
                 return aten.alias.default(*args)
         if torch.is_grad_enabled() or within.forward:
             self._tape.saves((args, kwargs))
-            return _run(func, args, kwargs)
+            return self._run(func, args, kwargs)
         if is_mutable(func):
             return self._write_without_grad(func, args, kwargs)
-        out = _run(func, args, kwargs)
+        out = self._run(func, args, kwargs)
         return map_tensors(lambda t: self._stop(func, t), out)
 
     def _inside(self, arg: Any) -> Any:
@@ -314,32 +319,33 @@ class Observer(TorchDispatchMode):
         if not is_differentiable(out):
             return out
         stopped: torch.Tensor = aten.detach.default(out)
-        if not func.is_view:
-            return aten.clone.default(stopped)  # memory of its own: it may be written to
-        self._views[id(stopped)] = (stopped, out)
+        if func.is_view:
+            self._views[id(stopped)] = (stopped, out)
         return stopped
 
     def _write_without_grad(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         target = args[0] if args else None
         if not isinstance(target, torch.Tensor) or not is_differentiable(target):
-            return _run(func, args, kwargs)
+            return self._run(func, args, kwargs)
         attached = self._views.get(id(target), (target, target))[1]
         before = aten.clone.default(attached)
-        out = _run(func, (attached, *args[1:]), kwargs)
+        out = self._run(func, (attached, *args[1:]), kwargs)
         after = torch.ops.functx.straight_through.default(attached, before)
         aten.copy_.default(attached, after)
         return target if out is attached else out
 
-
-def _run(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-    try:
-        return func(*args, **kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException) as err:
-        raise _data_dependent(func) from err
-    except RuntimeError as err:
-        if func in _READS_VALUE and "tracing tensor" in str(err):
+    def _run(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func in _READS_VALUE and (out := self._known.compute(func, args, kwargs)) is not None:
+            return out  # (Tried, it would leave a node in the graph.)
+        try:
+            return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as err:
+            is_read = func in _READS_VALUE and "tracing tensor" in str(err)
+            if type(err) is RuntimeError and not is_read:
+                raise
+            if (out := self._known.compute(func, args, kwargs)) is not None:
+                return out
             raise _data_dependent(func) from err
-        raise
 
 
 def _data_dependent(func: OpOverload) -> LoweringError:

@@ -13,7 +13,7 @@ schema is mutable, functionalize the graph and trace again; (4) hand what polici
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import GraphModule
@@ -32,6 +32,7 @@ from functx.compat._to_jax.trace.functional import (
 )
 from functx.compat._to_jax.trace.functions import Interceptor, isolate
 from functx.compat._to_jax.trace.hand_over import hand_over
+from functx.compat._to_jax.trace.known_values import KnownValues, Reads
 from functx.compat._to_jax.trace.nodes import placeholders
 from functx.compat._to_jax.trace.tape import WITHOUT_TAPE, Asked, Observer, Tape, UserCalls
 from functx.compat._to_jax.trace.traced_draws import TracedDraws, only_torch_draws
@@ -59,11 +60,13 @@ class FunctionalGraph:
         module: its graph; placeholders are the inputs, then the captures.
         inputs: the specs of the inputs.
         captures: the tensors met while tracing, in the order of their placeholders.
+        reads: what is closed over and was read while tracing, with its value then.
     """
 
     module: GraphModule
     inputs: tuple[Spec, ...]
     captures: tuple[torch.Tensor, ...]
+    reads: Reads = field(default_factory=dict)
 
 
 def trace(
@@ -76,12 +79,13 @@ def trace(
             not torch's, and traced values that the tracer lost.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    known = KnownValues()
     try:
-        module, used = _run(f, specs, name, mode, tape=False)
+        module, used = _run(f, specs, name, mode, known, tape=False)
     except (Asked, RuntimeError) as err:
         if not isinstance(err, Asked) and not any(words in str(err) for words in WITHOUT_TAPE):
             raise
-        module, used = _run(f, specs, name, mode, tape=True)
+        module, used = _run(f, specs, name, mode, known, tape=True)
     _assert_nothing_lost(module, used)
     isolate(module)
     captures = lift_constants(module, mode)
@@ -92,7 +96,7 @@ def trace(
     module.graph.eliminate_dead_code()
     hand_over(module)
     module.recompile()
-    return FunctionalGraph(module, tuple(specs), tuple(captures))
+    return FunctionalGraph(module, tuple(specs), tuple(captures), known.reads)
 
 
 def _traced(run: Callable[..., object], tensors: Sequence[torch.Tensor]) -> GraphModule:
@@ -104,13 +108,14 @@ def _run(
     specs: Sequence[Spec],
     name: str,
     mode: FakeTensorMode,
+    known: KnownValues,
     *,
     tape: bool,
 ) -> tuple[GraphModule, list[bool]]:
     """Pass (1), and which inputs the function used; ``NOTE [asked]`` in ``tape.py``."""
     random_draws = TracedDraws()
     kept = Tape(tape)
-    observer = Observer(random_draws, kept)
+    observer = Observer(random_draws, kept, known)
     with mode:
         inputs = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in specs]
     used = [False] * len(inputs)
@@ -119,7 +124,7 @@ def _run(
         hook = Interceptor(random_draws, mode)
         kept.begin(tensors)
         named = on_name(graphs.note_name)
-        with UserCalls(kept), observer, applying(hook), named, only_torch_draws(name):
+        with UserCalls(kept, known), observer, applying(hook), named, only_torch_draws(name):
             out = list(f(*tensors))
         for i, t in enumerate(tensors):
             used[i] = id(t) in observer.seen or any(o is t for o in out)

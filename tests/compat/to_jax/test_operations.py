@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import functx
+from functx._errors import LoweringError
 from functx.compat import to_jax
 
 from ..helpers import arrays, assert_close
@@ -206,3 +207,25 @@ def test_a_bag_by_frequency_is_as_documented():
 
     got = jax.grad(to_jax(loss))(jnp.ones((6, 1)))
     np.testing.assert_allclose(got[:, 0], [1, 1, 0, 1, 1, 0])
+
+
+STRIDED = {
+    "transposed": lambda x: x.t().as_strided((4, 2), (1, 4)),
+    "computed in that order": lambda x: x.t().sin().as_strided((6,), (2,)),
+    "a part, from its start": lambda x: x[1:].as_strided((2, 2), (4, 1)),
+    "a part, from a place": lambda x: x[1:].as_strided((2, 2), (4, 1), 5),
+    "written": lambda x: x.t().clone().as_strided((3, 2), (1, 3)).mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_as_strided_reads_memory_as_torch_lays_it_out(name):
+    x = torch.arange(12.0).reshape(3, 4)
+    found = to_jax(STRIDED[name])(jnp.asarray(x.numpy()))
+    np.testing.assert_allclose(found, STRIDED[name](x.clone()), rtol=1e-6)
+
+
+def test_as_strided_that_leaves_its_argument_is_refused():
+    for f in (lambda x: x[1:].as_strided((2,), (1,), 0), lambda x: x[:, 1:].as_strided((9,), (1,))):
+        with pytest.raises(LoweringError, match="memory of which its argument is a part"):
+            to_jax(f)(jnp.ones((3, 4)))

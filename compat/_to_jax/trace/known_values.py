@@ -1,0 +1,97 @@
+"""Values that are known while a function is traced, before it has data; Python may read them.
+
+Known is what the function closes over, and what it computes of that and of numbers alone. What is
+closed over and was read is compared at each later call, and another value traces again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch as engine
+from functx import _tree
+from functx.compat._torch import FakeTensor, draws, is_functorch_wrapped, is_mutable, storage_key
+
+_LARGEST = 4096  # entries; larger ones are nobody's sizes
+_T: Any = Tensor
+READS = {_T.item, _T.tolist, _T.numpy, _T.__bool__, _T.__float__, _T.__int__, _T.__index__}
+
+Reads = dict[int, tuple[Tensor, Tensor]]
+"""By id: what is closed over, and its value."""
+
+
+class KnownValues:
+    """The values that one trace knows, and what is closed over and was read."""
+
+    def __init__(self) -> None:
+        self.reads: Reads = {}
+        # By id: the tensor, its value, and what is closed over that it depends on.
+        self._known: dict[int, tuple[Tensor, Tensor, Reads]] = {}
+
+    def read(self, t: Tensor) -> Tensor | None:
+        """A value that is known, for Python to read."""
+        found = self._find(t)
+        return None if found is None else self._noted(found[1], found[2])
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation gives whose result depends on values, if they are known."""
+        found = self._compute(func, args, kwargs)
+        return None if found is None else self._noted(*found)
+
+    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operation has run in the trace."""
+        outs = [t for t in _tree.leaves(out) if _tree.is_tensor(t)]
+        known = all(t.numel() <= _LARGEST for t in outs) and "empty" not in func._schema.name
+        found = self._compute(func, args, kwargs) if known and not draws(func) else None
+        if found is None:
+            if is_mutable(func):
+                self._forget(args)
+            return
+        values = [t for t in _tree.leaves(found[0]) if _tree.is_tensor(t)]
+        self._known |= {id(t): (t, value, found[1]) for t, value in zip(outs, values)}
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Reads] | None:
+        leaves, spec = _tree.flatten((args, kwargs))
+        sources: Reads = {}
+        for i, leaf in enumerate(leaves):
+            if _tree.is_tensor(leaf):
+                if (found := self._find(leaf)) is None:
+                    return None
+                leaves[i] = found[1]
+                sources |= found[2]
+        args, kwargs = _tree.unflatten(spec, leaves)
+        try:
+            with engine.without_dispatch_modes():
+                return func(*args, **kwargs), sources
+        except RuntimeError:  # of an operation that can't be made for real
+            return None
+
+    def _find(self, t: Tensor) -> tuple[Tensor, Tensor, Reads] | None:
+        plain = not isinstance(t, FakeTensor) and type(t) in (Tensor, torch.nn.Parameter)
+        if plain and id(t) not in self._known and t.numel() <= _LARGEST and t.device.type != "meta":
+            with engine.without_dispatch_modes(), torch.no_grad():
+                if not is_functorch_wrapped(t):
+                    value = t.detach().clone()
+                    self._known[id(t)] = t, value.clone(), {id(t): (t, value)}
+        return self._known.get(id(t))
+
+    def _noted(self, result: Any, sources: Reads) -> Any:
+        self.reads |= sources
+        return result
+
+    def _forget(self, args: Any) -> None:
+        """Something unknown was written: what shares the memory is not known any more."""
+        for t in filter(_tree.is_tensor, _tree.leaves(args)):
+            if (found := self._known.get(id(t))) is not None:
+                memory = storage_key(found[1])
+                family = [k for k, known in self._known.items() if storage_key(known[1]) == memory]
+                for key in family:
+                    del self._known[key]
+
+
+def unchanged(reads: Reads) -> bool:
+    """Whether what was read has its value still."""
+    return all(t.shape == v.shape and torch.equal(t, v) for t, v in reads.values())

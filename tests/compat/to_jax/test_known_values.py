@@ -1,0 +1,60 @@
+"""Python may read what a function closes over or makes of numbers, not what depends on arguments."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from functx._errors import LoweringError
+from functx.compat import to_jax
+
+X = jnp.arange(3.0)
+
+
+def masked(x):
+    mask = torch.zeros(3)
+    mask[1:].fill_(1.0)  # a view: what it shares is known as well
+    return x * mask.sum().item()
+
+
+READ = {
+    "item": lambda x, sizes: x * sizes[0].item(),
+    "float": lambda x, sizes: x * float(sizes.float().mean()),
+    "a list": lambda x, sizes: x * sizes.tolist()[0],
+    "NumPy": lambda x, sizes: x * float(sizes.numpy()[0]),
+    "a branch": lambda x, sizes: x if sizes[0] > 1 else -x,
+    "a size": lambda x, sizes: torch.arange(int(sizes.sum())) + x.sum(),
+    "repeats": lambda x, sizes: torch.repeat_interleave(x, sizes),
+    "places": lambda x, sizes: x[(sizes > 1).nonzero()[:, 0]],
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_closed_over_is_read_and_another_value_traces_again(name):
+    sizes = torch.tensor([1, 2, 3])
+    lowered = to_jax(lambda x: READ[name](x, sizes))
+    for change in (0, 1):
+        sizes.add_(change)
+        expected = READ[name](torch.arange(3.0), sizes)
+        np.testing.assert_allclose(lowered(X), expected, rtol=1e-6)
+
+
+def test_what_is_made_of_numbers_is_read():
+    np.testing.assert_array_equal(to_jax(masked)(X), 2 * X)
+
+
+UNKNOWN = {
+    "an argument": lambda x: x * x.sum().item(),
+    "written with one": lambda x: (
+        x * torch.zeros(3).index_fill_(0, torch.tensor(0), x[0]).sum().item()
+    ),
+    "a view of that": lambda x: (lambda m: (m[1:].copy_(x[1:]), x * m.sum().item()))(torch.ones(3)),
+    "uninitialised": lambda x: x * torch.empty(3).sum().item(),
+    "drawn": lambda x: x * torch.rand(3).sum().item(),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_depends_on_arguments_or_draws_is_not_read(name):
+    with pytest.raises(LoweringError, match="needs the value of a tensor"):
+        to_jax(UNKNOWN[name])(X)
