@@ -1,4 +1,4 @@
-"""Python may read what a function closes over or makes of numbers, not what depends on arguments."""
+"""Python may read what a function closes over or makes of numbers, and nothing of its arguments."""
 
 import jax.numpy as jnp
 import numpy as np
