@@ -19,13 +19,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; those of the process by default.
 
     Returns:
-        The exit status: 0, or 1 where the command says on stderr why it can't be done.
+        The exit status: 0; 1 where the answer is no (torch and JAX disagree, no plan fits); 2 where
+        the command says on stderr why it can't be done.
     """
     top = argparse.ArgumentParser(
         prog="functx", description="PyTorch transforms that compose the way JAX's do."
     )
     top.add_argument("--version", action="version", version=f"functx {functx.__version__}")
-    commands = top.add_subparsers(required=True, metavar="command")
+    top.set_defaults(run=lambda _: top.print_help() or 0)
+    commands = top.add_subparsers(metavar="command")
     demo = commands.add_parser(
         "demo",
         help="train on digits with per-example clipped gradients, and compare with JAX",
@@ -60,14 +62,14 @@ def _demo(args: argparse.Namespace) -> int:
         print(
             f"functx demo: needs {', '.join(missing)}: pip install 'functx[demo]'", file=sys.stderr
         )
-        return 1
+        return 2
     from functx._demo.run import DemoError, run
 
     try:
         run(args.out, args.device, args.epochs, args.quick)
     except DemoError as error:
         print(f"functx demo: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

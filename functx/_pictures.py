@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,13 @@ Change = tuple[int, int, str]  # after how many operations, by how many bytes, o
 MIB = 2**20
 SHADES = {"backward": "0.95", "replay": "0.88"}
 LAYERS = 8  # so many lines of code have a layer of their own; the others share one
+
+
+class Printed:
+    """Shows in a notebook as it prints."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def lines(curves: Mapping[str, Sequence[float]], path: str | Path) -> Path:
@@ -39,7 +47,7 @@ def layers(
             axes.stackplot(range(len(live)), *heights, labels=[*areas], step="post", linewidth=0)
             top = max(range(len(live)), key=live.__getitem__), max(live) / MIB
             axes.plot(*top, "kv", markersize=5)
-            axes.annotate(f"{top[1]:.1f} MiB", top, xytext=(0, 6), textcoords="offset points")
+            axes.annotate(f"{top[1]:.3g} MiB", top, xytext=(0, 6), textcoords="offset points")
     return Path(path)
 
 

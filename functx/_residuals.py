@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from functx import _offload, _torch, _tree
 from functx._arrays import backend_of
+from functx._pictures import Printed
 from functx._remat import on_name, tape_of
 from functx._storages import Held, LiveStorages, cuda_devices, storages_of
 from functx._tensor_names import Label, labels
@@ -85,7 +86,7 @@ class Residual(NamedTuple):
         return f"{self.value} {self.source}"
 
 
-class Residuals(list[Residual]):
+class Residuals(list[Residual], Printed):
     """All that a pullback keeps, in the order in which it came about; prints as a table.
 
     Example:

@@ -12,10 +12,8 @@ Not seen: workspace that a kernel allocates and frees within one operation, and 
 torch from elsewhere (a NumPy array) until something copies it.
 
 NOTE [lines of nodes]
-What the autograd engine runs has no line of its own: Python is where the backward pass was started.
-But nodes are numbered, and an operation of the forward runs right after its node was made, so that
-its line is known for the node. Each thread has numbers of its own: autograd replays on a GPU's.
-Python nodes (a custom Function, a region) run code with lines.
+What the autograd engine runs has no line of its own. But nodes are numbered, in each thread, and an
+operation of the forward runs right after its node was made: so its line is known for the node.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ they are followed, and what can't be seen). On CUDA the peak is the allocator's,
 ``torch.compile``: itself, or what its closures, globals and arguments reach), the bytes are those
 that torch's allocator hands out. Call it once before, since the first call also compiles.
 
-The collector of reference cycles is off during a measured call, so that a cycle that holds
-activations shows in every run, as the leak it is.
+The collector of reference cycles is off during a call: a cycle shows in every run, as a leak.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ from functx._validate import check_callable
 
 __all__ = ["Event", "Held", "LiveStorages", "Profile", "count", "peak", "plot", "profile"]
 
-
 SHOWN = 12  # so many lines of what is live at a peak are printed
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(_pictures.Printed):
     """What one call did to memory. Prints as a table; all sizes are in bytes.
 
     Attributes:
@@ -67,13 +65,8 @@ class Profile:
     def plot(self, path: str | Path) -> Path:
         """Draw the live bytes over the operations, in layers by the lines that made them.
 
-        Backward passes are shaded, replays of regions in them more so, and the peak is marked.
-
-        Args:
-            path: The file to write; its suffix says the format.
-
-        Raises:
-            ImportError: matplotlib is not installed.
+        Backward passes are shaded, replays of regions in them more so, and the peak is marked. The
+        suffix of ``path`` says the format. It needs matplotlib.
         """
         live = [event.live for event in self.timeline]
         return _pictures.layers(live, self.history, self.phases, path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -73,6 +75,11 @@ def _added(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
 
 def _memory(options: argparse.Namespace) -> int:
     f, args, kwargs = found(options)
+    if not callable(f):
+        raise CommandError(
+            f"{options.function} is a {type(f).__name__}; name a function or a module (a list of "
+            "blocks is for functx plan)"
+        )
     args, kwargs, leaves = _differentiated(f, args, kwargs)
     run = f if options.forward else _gradients(f, leaves)
     profile = memory.profile(run, *args, **kwargs)
@@ -94,16 +101,18 @@ def _plan(options: argparse.Namespace) -> int:
     f, args, kwargs = found(options)
     if kwargs:
         raise CommandError("a plan is of positional arguments; give a tuple of them")
+    text = options.budget
+    is_number = re.fullmatch(r"[\d.]+", text) is not None
     try:
-        share = float(options.budget)
-    except ValueError:
-        share = 2.0
-    budget = checked_budget(share if share <= 1 else options.budget, "functx plan")
+        budget = checked_budget(ast.literal_eval(text) if is_number else text, "--budget")
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise CommandError(str(error)) from None
     args, _, _ = _differentiated(f, args, {})
     try:
         found_plan = plan(f, *args, budget=budget)
     except ValueError as error:
-        print(f"functx plan: {error}", file=sys.stderr)
+        said = str(error).removeprefix("functx.plan: ")
+        print(f"functx plan: {said}", file=sys.stderr)
         return 1
     print(found_plan)
     write(options.json, found_plan.save)

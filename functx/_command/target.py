@@ -30,6 +30,9 @@ class CommandError(Exception):
 def status(command: str, run: Callable[[Any], int], options: argparse.Namespace) -> int:
     """The exit status of a command; what can't be done is said on stderr, and is `FAILED`."""
     try:
+        for path in (getattr(options, name, None) for name in ("json", "plot", "html")):
+            if path is not None and not path.parent.is_dir():  # before anything is measured
+                raise CommandError(f"can't write {path}: No such file or directory")
         return run(options)
     except CommandError as error:
         said = str(error)

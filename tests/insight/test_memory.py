@@ -300,3 +300,11 @@ def test_a_picture_has_layers_phases_and_the_peak(x, tmp_path):
     assert f"{HERE}:{line_of(wave, 2)} in wave" in areas
     assert p.plot(tmp_path / "layers.png").stat().st_size > 1000
     assert profile(lambda: 3).plot(tmp_path / "nothing.png").exists()
+
+
+def test_reports_show_in_a_notebook_as_they_print():
+    x = torch.ones(3, requires_grad=True)
+    f = lambda: x.sin().sum()
+    for report in (functx.memory.profile(f), functx.saved_residuals(f)):
+        assert report._repr_html_().startswith("<pre>")
+        assert str(report).split()[-1] in report._repr_html_()

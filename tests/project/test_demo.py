@@ -82,7 +82,7 @@ def test_each_command_has_a_help(arguments, capsys):
 
 @pytest.mark.parametrize("device", ["meta", "abacus", "cuda:99"])
 def test_a_device_that_is_not_there_is_an_error(device, tmp_path, capsys):
-    assert main(["demo", "--quick", "--device", device, "--out", str(tmp_path / "out")]) == 1
+    assert main(["demo", "--quick", "--device", device, "--out", str(tmp_path / "out")]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"functx demo: --device {device}: ")
     assert not (tmp_path / "out").exists()
@@ -91,7 +91,7 @@ def test_a_device_that_is_not_there_is_an_error(device, tmp_path, capsys):
 @pytest.mark.parametrize("module", ["sklearn", "rich", "matplotlib"])
 def test_a_missing_package_is_named(module, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, module, None)
-    assert main(["demo", "--quick"]) == 1
+    assert main(["demo", "--quick"]) == 2
     err = capsys.readouterr().err
     assert {"sklearn": "scikit-learn"}.get(module, module) in err
     assert "pip install 'functx[demo]'" in err
@@ -100,6 +100,6 @@ def test_a_missing_package_is_named(module, monkeypatch, capsys):
 def test_an_out_that_is_a_file_is_left_alone(tmp_path, capsys):
     path = tmp_path / "taken"
     path.write_text("mine")
-    assert main(["demo", "--quick", "--out", str(path)]) == 1
+    assert main(["demo", "--quick", "--out", str(path)]) == 2
     assert "--out" in capsys.readouterr().err
     assert path.read_text() == "mine"
