@@ -5,15 +5,13 @@
 keep, it computes again, right before its first use; what nobody reads any more is taken out.
 
 NOTE [runs]
-A graph is a row of runs: the forward, and a backward pass, perhaps with the next forward behind it.
-A run begins where torch has marked a node as backward, or where ones are made like a result that is
-differentiated, or where an input is read that AOTAutograd names ``tangents_...``. What a run reads
-of those before it, it may compute again.
+A graph is a row of runs: the forward, a backward pass, perhaps the next forward. A run begins where
+torch has marked a node as backward, ones are made like a result that is differentiated, or an input
+is read that is named ``tangents_...``. What a run reads of those before it, it may compute again.
 
 NOTE [regions]
-They are, by what there is: nodes with torch's ``recompute`` tags, the regions of functx, the
-blocks of a model (what is in a module whose path has a number: ``layers.3``), or else all of a
-run. Kept are inputs of a region, and values that leave it.
+By what there is: nodes with torch's ``recompute`` tags, regions of functx, blocks of a model (in a
+module whose path has a number: ``layers.3``), or all of a run. Kept are inputs and what leaves.
 """
 
 from __future__ import annotations
@@ -56,8 +54,7 @@ def remat(gm: fx.GraphModule, *, policy: Any = None, budget: Any = None) -> fx.G
         gm: a graph of ATen operations, whose nodes have ``meta["val"]``, as tracers leave it.
             Several backward passes may be in it.
         policy: what regions keep beside their inputs, as for `functx.remat`; random results are
-            kept in any case. ``None`` asks the tags of the nodes, and keeps nothing where there are
-            none. Regions are found by tags or modules; see the module's docstring.
+            kept in any case. ``None`` asks the tags of the nodes, or keeps nothing.
         budget: the most bytes that are to be live beside the inputs: an int, a text such as
             ``"2GiB"``, or a float, a share of what the graph has now. Regions are chosen, not read.
 
@@ -80,8 +77,7 @@ def remat(gm: fx.GraphModule, *, policy: Any = None, budget: Any = None) -> fx.G
         ['sin_again_1']
 
     Source:
-        Chen et al., *Training deep nets with sublinear memory cost*, 2016; for budgets, segments of
-        the same bytes.
+        Chen et al., *Training deep nets with sublinear memory cost*, 2016.
     """
     if not isinstance(gm, fx.GraphModule):
         raise TypeError(f"functx.graph.remat: expected an fx.GraphModule, got {type(gm).__name__}.")

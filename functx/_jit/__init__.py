@@ -1,8 +1,7 @@
 """`functx.jit`: any stack of transforms as one compiled graph, in which regions stay recomputed.
 
-A call is traced once for each signature (`jitted`) into a plain graph (`tracing`), compiled, and
-kept. What the function reads otherwise than through its arguments (`state`) becomes inputs of the
-graph. Gradients from outside are jitted functions, too (`rules`).
+A call is traced once a signature (`jitted`) into a plain graph (`tracing`) and compiled. What it
+reads beside its arguments (`state`) is inputs; gradients from outside are jitted too (`rules`).
 """
 
 from functx._jit.backends import noticed as noticed

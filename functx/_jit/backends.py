@@ -1,10 +1,9 @@
 """Compiles a graph, so that its order and its recompute stay what they are.
 
 NOTE [stages]
-Inductor fuses loops that read the same memory, where it can: the norm of a forward with that of its
-recompute, which then lives from the forward on. So nodes note the stage that they are part of, a
-run of one phase of one region, and whether it is a forward. Fused is what is of one stage; or is
-read by the next one, unless it is a forward's.
+Inductor fuses loops that read the same memory: the norm of a forward with that of its recompute,
+which then lives from the forward on. So nodes note their stage, a run of one phase of one region,
+and whether it is a forward. Fused is what is of one stage, or read by the next, if no forward's.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from functx._jit.tracing import Traced
 from functx._storages import LiveStorages
 from functx._torch import compiler
 
-# Inductor would move a recompute to where its operands are (`reorder_for_locality`), or schedule it
-# early; memory is laid out as in eager (copies with channels last would live on beside what is
-# saved). Random numbers come from torch's generators, in the order of eager.
+# Inductor would move a recompute to its operands, or schedule it early. Memory is laid out as in
+# eager: copies with channels last would live on. Random numbers come from torch's generators.
 INDUCTOR = {
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
@@ -51,8 +49,8 @@ def compiled(traced: Traced, backend: Any, dynamic: bool) -> Callable[[list[Any]
         modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
         if backend == "inductor" and any(isinstance(mode, LiveStorages) for mode in modes):
             raise TypeError(
-                "functx.memory follows each operation, and code of functx.jit runs in it that it "
-                "has not found. Pass the jitted function as an argument of what is measured."
+                "functx.memory has not found the functx.jit code that runs in it: pass the jitted "
+                "function as an argument of what is measured."
             )
         args[:] = [t.detach() if isinstance(t, Tensor) else t for t in args]
         with torch.no_grad():

@@ -103,8 +103,7 @@ class Jitted:
             code = self._codes.get(key)
         except TypeError as error:
             raise TypeError(
-                f"functx.jit: an argument that is no tensor can't be hashed ({error}). Give "
-                "tensors for what changes from call to call; numbers, strings, tuples for the rest."
+                f"functx.jit: an argument can't be hashed ({error}): give tensors, numbers, tuples"
             ) from error
         if code is None:
 

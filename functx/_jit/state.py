@@ -1,9 +1,8 @@
 """What a function reads otherwise than through its arguments: read anew at each call.
 
-Looked into are the cells of functions, the globals that their code names, defaults, partials, bound
-methods, modules, and lists, tuples, dicts and instances that hold any of these. Tensors are inputs
-of the graph. Everything else is part of the signature: plain values by value, other objects by
-identity. What is not reached so is a constant of the graph.
+Looked into are cells of functions, globals that their code names, defaults, partials, methods,
+modules, and what holds any of these. Tensors are inputs of the graph; plain values count by value,
+other objects by identity. What is not reached so is a constant of the graph.
 """
 
 from __future__ import annotations
