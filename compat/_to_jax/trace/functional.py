@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.func import functionalize
@@ -17,6 +18,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from functx._errors import LoweringError
 from functx._remat import keep_regions
+from functx.compat._to_jax.source_lines import at_source
 from functx.compat._to_jax.trace.nodes import (
     attribute,
     body_of,
@@ -78,36 +80,54 @@ def lift_constants(
 def own_memory(module: GraphModule) -> None:
     """Give what is detached and then written memory of its own: its derivative is that of writes.
 
-    What it was detached from gets the values too, and keeps its derivative.
+    What it was detached from gets the values too, and keeps its derivative. Where both are written,
+    each would have to follow the other: a ``LoweringError``.
     """
     for inner in modules_of(module):
         sources: dict[Node, Node] = {}  # of each copy, what it was detached from
         writes = [n for n in inner.graph.nodes if is_mutable(n.target)]
-        while writes:
-            writes += _apart(writes.pop(0), sources)
+        for write in [*writes]:
+            while write is not None:
+                write = _write_apart(write, sources, writes)
 
 
-def _apart(write: Node, sources: dict[Node, Node]) -> list[Node]:
-    graph, written = write.graph, write.args[0]
-    while isinstance(written, Node) and written.target is not aten.detach.default:
-        if not (getattr(written.target, "is_view", False) or is_mutable(written.target)):
+def _aliases(node: Any) -> list[Node]:
+    """A node, and what it shares its memory with, back to where that was made."""
+    found = []
+    while isinstance(node, Node):
+        found.append(node)
+        if not (getattr(node.target, "is_view", False) or is_mutable(node.target)):
             break
-        written = written.args[0]
-    if not isinstance(written, Node):
-        return []
-    if written.target is aten.detach.default:
-        with graph.inserting_after(written):
-            copy = graph.call_function(aten.clone.default, (written,))
-        written.replace_all_uses_with(copy, lambda user: user is not copy)
-        sources[copy], written = written.args[0], copy  # type: ignore[assignment]
+        node = node.args[0]
+    return found
+
+
+def _write_apart(write: Node, sources: dict[Node, Node], writes: list[Node]) -> Node | None:
+    """Lets a write go to a copy of what was detached; returns the write to where that came from."""
+    aliases, graph = _aliases(write.args[0]), write.graph
+    detached = next((n for n in aliases if n.target is aten.detach.default), None)
+    if detached is not None:
+        with graph.inserting_after(detached):
+            copy = graph.call_function(aten.clone.default, (detached,))
+        detached.replace_all_uses_with(copy, lambda user: user is not copy)
+        sources[copy] = source = detached.args[0]  # type: ignore[assignment]
+        later = [
+            w for w in writes if w > detached and _aliases(w.args[0])[-1:] == _aliases(source)[-1:]
+        ]
+        if later:
+            raise LoweringError(
+                f"a tensor and its detach() are both written{at_source(later[0])}: clone() it first"
+            )
+        aliases = [copy]
+    written = aliases[-1] if aliases else None
     if (source := sources.get(written)) is None:
-        return []
+        return None
     with graph.inserting_after(write):
         before = graph.call_function(aten.clone.default, (source,))
     with graph.inserting_after(before):
         after = graph.call_function(torch.ops.functx.straight_through.default, (written, before))
     with graph.inserting_after(after):
-        return [graph.call_function(aten.copy_.default, (source, after))]
+        return graph.call_function(aten.copy_.default, (source, after))
 
 
 def functional(module: GraphModule, again: Again, mode: FakeTensorMode) -> GraphModule:

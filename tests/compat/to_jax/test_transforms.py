@@ -162,6 +162,17 @@ def test_a_derivative_goes_through_what_is_written_to_a_detached_tensor(name):
             np.testing.assert_allclose(a, b, rtol=1e-12)
 
 
+def test_a_tensor_and_its_detach_that_are_both_written_are_refused():
+    def f(x):
+        p = x.sin()
+        q = p.detach()
+        p.add_(1)
+        return q.add_(p)
+
+    with pytest.raises(LoweringError, match=r"both written at .*test_transforms.py:\d+ in f"):
+        to_jax(f)(jnp.ones(3))
+
+
 def test_calls_share_the_array_of_what_is_closed_over():
     w, x = torch.zeros(2, 3, dtype=torch.int64), jnp.ones((2, 3))
     h = to_jax(lambda x: (x * w, w))
