@@ -14,11 +14,7 @@ from typing import Any
 def require(what: str) -> None:
     """Raise an ImportError that says how to install JAX, unless it is there.
 
-    Args:
-        what: the public name that was used, for the message.
-
-    Raises:
-        ImportError: if JAX can't be found.
+    ``what`` is the public name that was used, for the message.
     """
     if importlib.util.find_spec("jax") is None:
         raise ImportError(

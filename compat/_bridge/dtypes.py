@@ -38,8 +38,7 @@ ENABLE_X64 = "turn 64-bit types on with `with jax.enable_x64(True):` or the flag
 def to_jax_dtype(dtype: torch.dtype) -> Any:
     """The JAX dtype in which values of a torch dtype live right now (64 bits only if x64 is on).
 
-    Raises:
-        LoweringError: if JAX has no such dtype.
+    A ``LoweringError`` if JAX has no such dtype.
     """
     if not x64_enabled():
         dtype = _NARROW.get(dtype, dtype)
@@ -60,11 +59,7 @@ def torch_dtype_of(dtype: Any) -> torch.dtype:
 
 
 def to_torch_dtype(dtype: Any) -> torch.dtype:
-    """The torch dtype as which a JAX array is traced.
-
-    Raises:
-        LoweringError: if torch has no such dtype.
-    """
+    """The torch dtype as which a JAX array is traced; a ``LoweringError`` if torch has none."""
     if not has_torch_dtype(dtype):
         raise LoweringError(f"torch has no counterpart of the JAX dtype {dtype}")
     out = torch_dtype_of(dtype)
@@ -72,15 +67,9 @@ def to_torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def check_fits(values: np.ndarray[Any, Any], what: str) -> None:
-    """Refuse concrete values that x64 off would change.
+    """Refuse concrete values that x64 off would change: 64-bit floats, integers beyond 32 bits.
 
-    Args:
-        values: the concrete values.
-        what: names them in the message.
-
-    Raises:
-        LoweringError: for ``float64`` or ``complex128`` values, and for integers beyond 32 bits,
-            while x64 is off.
+    ``what`` names them in the message.
     """
     if x64_enabled():
         return

@@ -23,29 +23,17 @@ Flat = Callable[[list[Any], list[Any]], list[Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """A function and its arguments, flat.
-
-    Attributes:
-        name: of the function.
-        function: the torch function of ``primals`` and ``rest`` to a list of tensors.
-        primals: the tensors that derivatives are taken in.
-        rest: all other tensors among the arguments.
-        paths: where each of ``primals`` was, such as ``[0]['weight']``.
-        primal_dims: for each of ``primals``, which axis numbers the examples, or None.
-        rest_dims: the same for ``rest``.
-        batched: whether ``function`` is that of one example.
-        result_paths: filled by a call: where each tensor of the result is.
-    """
+    """A function and its arguments, flat."""
 
     name: str
-    function: Flat
-    primals: list[Tensor]
-    rest: list[Tensor]
-    paths: list[str]
-    primal_dims: list[int | None]
-    rest_dims: list[int | None]
-    batched: bool
-    result_paths: list[str]
+    function: Flat  # the torch function of ``primals`` and ``rest`` to a list of tensors
+    primals: list[Tensor]  # the tensors that derivatives are taken in
+    rest: list[Tensor]  # all other tensors among the arguments
+    paths: list[str]  # where each of ``primals`` was, such as ``[0]['weight']``
+    primal_dims: list[int | None]  # for each of ``primals``, which axis numbers the examples
+    rest_dims: list[int | None]  # the same for ``rest``
+    batched: bool  # whether ``function`` is that of one example
+    result_paths: list[str]  # filled by a call: where each tensor of the result is
 
 
 def case_of(
@@ -56,23 +44,9 @@ def case_of(
     in_dims: Dims,
     name: str | None,
 ) -> Case:
-    """Flatten a call.
+    """Flatten a call; arguments and errors are those of `crosscheck`.
 
-    Args:
-        f: a function or a module; the parameters of a module become the first argument.
-        args: positional arguments, pytrees with tensors.
-        kwargs: keyword arguments; they are not batched.
-        argnums: which positional arguments derivatives are taken in.
-        in_dims: as in `functx.vmap`, without an entry for a module's parameters; None if ``f`` is
-            not the function of one example.
-        name: of the comparison.
-
-    Returns:
-        The flat case.
-
-    Raises:
-        TypeError: if ``f`` is no torch function, or an argument an array of another framework.
-        ValueError: if ``argnums`` or ``in_dims`` don't fit the arguments.
+    The parameters of a module become the first argument.
     """
     if isinstance(f, type) or not callable(f):
         what = f"the class {f.__name__}" if isinstance(f, type) else type(f).__name__

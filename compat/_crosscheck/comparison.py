@@ -23,6 +23,7 @@ from torch import Tensor
 import functx
 from functx import _tree
 from functx._errors import LoweringError
+from functx._validate import has_derivatives
 from functx.compat._bridge import array_from_torch
 from functx.compat._crosscheck.case import Case, case_of
 from functx.compat._crosscheck.derivatives import TRANSFORMS, Library, as_torch_says, chosen
@@ -130,9 +131,7 @@ def crosscheck(
     torch_args = (case.primals, case.rest)
     jax_args = _arrays(case.primals), _arrays(case.rest)
     results = ours.value(*torch_args)
-    differentiable = bool(case.primals) and any(
-        x.is_floating_point() or x.is_complex() for x in results
-    )
+    differentiable = bool(case.primals) and any(map(has_derivatives, results))
     options: Any = KEEP_RECOMPUTE if jax.default_backend() == "cpu" else None
     differences, runs = dict[str, Difference](), dict[str, Run]()
     names = chosen(transforms, case, differentiable)

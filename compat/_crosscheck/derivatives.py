@@ -25,17 +25,11 @@ Numbers = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Library:
-    """One framework's transforms, and the case in it.
-
-    Attributes:
-        case: dims and counts of the arguments.
-        one: the function of the case in this framework, of one example if it is batched.
-        module: `functx` or `jax`.
-    """
+    """One framework's transforms, and the case in it."""
 
     case: Case
-    one: Function
-    module: Any
+    one: Function  # the function of the case in this framework, of one example if it is batched
+    module: Any  # `functx` or `jax`
 
     def value(self, primals: Any, rest: Any) -> Any:
         """The results: of all examples, if the case is batched."""
@@ -123,12 +117,7 @@ TRANSFORMS: dict[str, Callable[[Library], Function]] = {
 
 
 def chosen(transforms: Sequence[str] | None, case: Case, differentiable: bool) -> tuple[str, ...]:
-    """The transforms asked for, or those that the case allows.
-
-    Raises:
-        ValueError: if there is no such transform, or the case does not allow it.
-        TypeError: if a derivative is asked for and there is nothing to differentiate.
-    """
+    """The transforms asked for, which the case must allow, or those that it allows."""
     if transforms is None:
         if not differentiable:
             return ("value",)

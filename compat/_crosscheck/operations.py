@@ -84,21 +84,13 @@ class Operation:
 
 @dataclass
 class _Walk:
-    """One pass over the graph.
+    """One pass over the graph."""
 
-    Attributes:
-        rtol: allowed, relative; None for the dtype's.
-        atol: allowed, absolute.
-        derivatives: whether to compare pullbacks as well.
-        drifting: whether JAX goes on from its own results.
-        number: of operations run so far.
-    """
-
-    rtol: float | None
+    rtol: float | None  # None for the dtype's
     atol: float
-    derivatives: bool
-    drifting: bool
-    number: int = 0
+    derivatives: bool  # whether to compare pullbacks as well
+    drifting: bool  # whether JAX goes on from its own results
+    number: int = 0  # of operations run so far
 
     def run(
         self, module: GraphModule, ours: Sequence[Any], theirs: Sequence[Any], path: tuple[str, ...]
@@ -228,18 +220,9 @@ def first_difference(
     rtol: float | None,
     atol: float,
 ) -> Operation | None:
-    """Find the first operation that differs.
+    """The first operation that differs, of a lowered function at inputs in torch, or None.
 
-    Args:
-        program: the lowered function.
-        inputs: its inputs, in torch.
-        derivatives: whether to compare derivatives too.
-        rtol: allowed, relative to an operation's largest result; None for what is usual for the
-            dtype.
-        atol: allowed, absolute.
-
-    Returns:
-        The operation, or None if all agree.
+    ``rtol`` is relative to an operation's largest result; None for what is usual for the dtype.
     """
     ours = [*inputs, *(t.detach() for t in program.captures)]
     for drifting in (False, True):

@@ -91,24 +91,15 @@ def difference(
     atol: float,
     dtypes: bool = True,
 ) -> Difference:
-    """Compare tensors with JAX arrays, leaf by leaf.
+    """How far torch's results and JAX's are apart, and each from torch's in float64.
 
-    Args:
-        ours: torch's results.
-        theirs: JAX's.
-        reference: torch's in float64, if there are.
-        paths: names the results; if there are not as many, they are numbered.
-        rtol: the difference allowed, relative to the largest entry of a tensor; None for what is
-            usual for its dtype.
-        atol: allowed on top, absolute.
-        dtypes: whether dtypes have to be the same.  Of derivatives they need not be: torch gives
-            the product of a float32 scalar and a Python number a float64 tangent.
+    ``reference`` has the latter.  ``paths`` name the results; if there are not as many, they are
+    numbered.  ``rtol`` is relative to the largest entry of a tensor; None for what is usual for its
+    dtype.
 
-    Returns:
-        The largest differences.
-
-    Raises:
-        AssertionError: if numbers of results, shapes or dtypes differ.
+    Another number of results, or other shapes or ``dtypes``, are an ``AssertionError``.  Dtypes of
+    derivatives need not be the same: torch gives the product of a float32 scalar and a Python
+    number a float64 tangent.
     """
     if len(ours) != len(theirs):
         raise AssertionError(f"torch gives {len(ours)} tensors and JAX {len(theirs)}")
@@ -231,11 +222,7 @@ def _wide(x: Any) -> Any:
 
 
 def in_float64(f: Callable[..., Any], *args: list[Tensor]) -> list[Tensor] | None:
-    """Run a function of lists of tensors in float64.
-
-    Returns:
-        Its tensors, or None if it can't run so, or gives narrow numbers all the same.
-    """
+    """What a function of lists of tensors gives in float64; None if it can't, or stays narrow."""
     wide = [[_wide(x) for x in xs] for xs in args]
     before = torch.get_default_dtype()
     try:

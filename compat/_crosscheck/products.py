@@ -83,15 +83,7 @@ class _Counter(TorchDispatchMode):
 
 
 def count(run_torch: Callable[[], Any], program: Any) -> Products:
-    """Count the products of one computation.
-
-    Args:
-        run_torch: runs it in torch.
-        program: the compiled JAX program.
-
-    Returns:
-        The counts.
-    """
+    """Count the products of one computation: as torch runs it, and in the compiled JAX program."""
     counter = _Counter()
     with counter, on_replay(counter.replaying):
         run_torch()

@@ -31,15 +31,10 @@ _SYMBOLS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.Sy
 
 @dataclass(frozen=True)
 class Leaf:
-    """What is known of one leaf of the arguments, its values aside.
+    """What is known of one leaf of the arguments, its values aside."""
 
-    Attributes:
-        key: its part of the signature; of what JAX does not trace the leaf itself, as `Static`.
-        decode: what makes it from the array that travelled, if it is not that array.
-    """
-
-    key: Hashable
-    decode: Callable[[Any], Any] | None = None
+    key: Hashable  # its part of the signature; of what JAX does not trace the leaf, as `Static`
+    decode: Callable[[Any], Any] | None = None  # makes it from the array that travelled
 
     def value(self, arrays: Iterator[Any]) -> Any:
         """What the function is given; takes the next of the arrays that travelled."""
@@ -51,22 +46,9 @@ class Leaf:
 def read_leaf(
     x: Any, device: torch.device | None, name: str, x64: bool
 ) -> tuple[Leaf, Tensor | None]:
-    """Classify one leaf of the arguments.
+    """What one leaf of the arguments of function ``name`` is, and its values if JAX traces it.
 
-    Args:
-        x: the leaf.
-        device: where numbers and arrays go.
-        name: of the function.
-        x64: whether it runs with 64-bit types.
-
-    Returns:
-        What it is, and its values if JAX traces it.
-
-    Raises:
-        TypeError: it is neither an array nor hashable, or a value that JAX is tracing.
-        ValueError: a tensor on another device.
-        LoweringError: a numpy array that JAX would narrow, or a nested tensor.
-        OverflowError: an integer that JAX has no type for.
+    Numbers and arrays go to ``device``.  What JAX can't take, or would narrow, is refused.
     """
     if isinstance(x, Tensor):
         if x.device != device:
@@ -134,13 +116,8 @@ def mark_static(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, with those that ``jax.jit`` would take for static as `Static`.
 
-    Args:
-        names: positions, negative ones from the end, and keywords.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Raises:
-        ValueError: a static argument is not hashable.
+    ``names`` are positions, negative ones from the end, and keywords.  What they name has to be
+    hashable, or is a ``ValueError``.
     """
     argnums, argnames = names
     full = [*args]

@@ -167,12 +167,9 @@ class Program:
     def pullback(
         self, residuals: ForwardResiduals, needs: tuple[bool, ...], wanted: tuple[int, ...]
     ) -> Program:
-        """The pullback of residuals and cotangents of the wanted results.
+        """The pullback of residuals and cotangents of the ``wanted`` results.
 
-        Args:
-            residuals: of the forward half.
-            needs: which of the differentiated inputs' gradients are returned.
-            wanted: the results that have a cotangent.
+        ``needs`` tells which of the differentiated inputs' gradients are returned.
         """
 
         def fn(_: Program, *arrays: Any) -> list[Any]:

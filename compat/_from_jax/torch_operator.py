@@ -33,6 +33,7 @@ from torch.autograd import forward_ad
 from functx import _torch
 from functx._errors import LoweringError
 from functx._torch.compiler import uncompiled
+from functx._validate import has_derivatives
 from functx.compat._bridge import (
     borrow,
     current_settings,
@@ -70,11 +71,7 @@ def call(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def program_of(handle: str) -> Program:
-    """The program with a handle.
-
-    Raises:
-        LoweringError: it is gone, or of another process.
-    """
+    """The program with a handle; a ``LoweringError`` if it is gone, or of another process."""
     program = PROGRAMS.get(handle)
     if program is None:
         raise LoweringError(
@@ -175,7 +172,7 @@ def _record(
             outs, rest = outs[: len(residuals.results)], outs[len(residuals.results) :]
     if residuals is None:
         outs = _below(keyset, tensors, program)
-    if not any(map(_is_differentiable, outs)):
+    if not any(map(has_derivatives, outs)):
         return outs
     node = _Node(program, needs, residuals, primals)
     return list(apply_function(JaxCall, node, outs, rest, *tensors))
@@ -183,19 +180,12 @@ def _record(
 
 @dataclass
 class _Node:
-    """What a node of the tape has beside tensors.
+    """What a node of the tape has beside tensors."""
 
-    Attributes:
-        program: that ran.
-        needs: which of its inputs are differentiated.
-        residuals: of the forward half, if there is one.
-        primals: those of the inputs, if they are duals at the level of the node.
-    """
-
-    program: Program
-    needs: tuple[bool, ...]
-    residuals: Any
-    primals: Sequence[Tensor]
+    program: Program  # that ran
+    needs: tuple[bool, ...]  # which of its inputs are differentiated
+    residuals: Any  # of the forward half, if there is one
+    primals: Sequence[Tensor]  # those of the inputs, if they are duals at the level of the node
 
 
 class JaxCall(SingleLevelFunction):
@@ -211,7 +201,7 @@ class JaxCall(SingleLevelFunction):
         ctx.set_materialize_grads(False)
         kept = outs if node.residuals is not None else ()
         ctx.save_for_backward(*tensors, *kept, *rest)
-        ctx.mark_non_differentiable(*(o for o in outs if not _is_differentiable(o)))
+        ctx.mark_non_differentiable(*(o for o in outs if not has_derivatives(o)))
         return tuple(outs)
 
     @staticmethod
@@ -308,10 +298,6 @@ def _inline(arrays: Sequence[Any], handle: str) -> list[Any]:
             " types, precision) than the function around it; call both under the same"
         )
     return list(program.inner(*arrays))
-
-
-def _is_differentiable(t: Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
 
 
 _library.impl("jax_call", _run, "CompositeExplicitAutograd")

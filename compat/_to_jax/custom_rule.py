@@ -32,11 +32,7 @@ def apply_custom_function(
 ) -> tuple[Any, ...]:
     """The results of a custom Function, with its own derivatives.
 
-    Args:
-        function: the Function.
-        operands: its operands, then what it closes over.
-        rng: the program's random key, if it has one.
-        run: runs the Function's graphs.
+    After its own ``operands`` comes what it closes over; ``rng`` is the program's random key.
     """
     rules = _Rules(function, run)
     if not rules.of:
@@ -54,20 +50,15 @@ def apply_custom_function(
 
 
 class _Rules:
-    """The derivative rules of a Function, on arrays.
-
-    Attributes:
-        n: how many results the Function has; intermediates follow.
-        of: operands that tangents are taken of.
-        to: results that they are given for.
-    """
+    """The derivative rules of a Function, on arrays."""
 
     def __init__(self, function: CustomFunction, run: Run) -> None:
         self._function = function
         self._run = run
         self._jvp = function.jvp
         self._back = function.backward if isinstance(function.backward, DerivativeRule) else None
-        self.n = function.n_results
+        self.n = function.n_results  # intermediates follow
+        # Tangents are taken of the operands ``of``, and given for the results ``to``.
         if self._jvp is not None:
             self.of, self.to = self._jvp.of, self._jvp.to
         elif self._back is not None:

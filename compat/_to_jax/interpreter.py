@@ -47,26 +47,15 @@ Observe = Callable[[Sequence[Any], str], Sequence[Any]]
 
 @dataclass(frozen=True)
 class Context:
-    """What a rule may ask about its node.
+    """What a rule may ask about its node."""
 
-    Attributes:
-        shape: shape of the (first) result.
-        dtype: JAX dtype of the (first) result.
-        node: the graph node.
-        rng: the node's own random key, if the function was given one.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
+    shape: tuple[int, ...]  # of the (first) result
+    dtype: Any  # JAX dtype of the (first) result
     node: Node
-    rng: Any = None
+    rng: Any = None  # the node's own random key, if the function was given one
 
     def key(self) -> Any:
-        """The random key of this node.
-
-        Raises:
-            LoweringError: if the function was lowered without one.
-        """
+        """The random key of this node; a ``LoweringError`` if it was lowered without one."""
         if self.rng is None:
             raise LoweringError(f"{self.node.target} draws random numbers; {NEEDS_KEY}")
         return self.rng
@@ -88,7 +77,7 @@ class Interpreter:
     """
 
     observe: Observe | None = None
-    depth: int = field(default=0)
+    depth: int = 0
     rng: Any = None
     stops: bool = True
     saved: Mapping[Node, tuple[str, ...]] = field(default_factory=dict)
@@ -204,9 +193,8 @@ def apply_rule(
 ) -> Any:
     """Apply the rule of a node to JAX arrays and give the result its traced dtypes.
 
-    Raises:
-        LoweringError: if the rule refuses the arguments, it gave another shape than torch, or a
-            number does not fit.
+    A ``LoweringError`` names the user's line: the rule refuses the arguments, gives another shape
+    than torch, or a number does not fit.
     """
     try:
         return _apply(node, args, kwargs, key)

@@ -40,6 +40,7 @@ from functx.compat._to_jax.trace.known_values import unchanged
 from functx.compat._to_jax.trace.trace import FunctionalGraph, Spec, trace
 from functx.compat._torch import TRACING, original_of
 from functx.compat.random._draws import lowering
+from functx.compat.random._keys import words_of_jax
 
 _STATIC = (bool, int, float, complex, str, bytes, type(None))
 _MOST_PROGRAMS = 128
@@ -143,19 +144,12 @@ def to_jax(
 
 @dataclass(frozen=True)
 class Signature:
-    """One traced signature of a function.
-
-    Attributes:
-        program: the graph.
-        out_leaves: for each output leaf its number among the graph's outputs, or the static value.
-        out_tree: the structure of the result.
-        run: evaluates the graph: ``run(inputs, captures, key)``.
-    """
+    """One traced signature of a function."""
 
     program: FunctionalGraph
-    out_leaves: tuple[tuple[bool, Any], ...]
-    out_tree: Any
-    run: Callable[[Sequence[Any], Sequence[Any], Any], list[Any]]
+    out_leaves: tuple[tuple[bool, Any], ...]  # (True, number among the outputs), (False, value)
+    out_tree: Any  # the structure of the result
+    run: Callable[[Sequence[Any], Sequence[Any], Any], list[Any]]  # of inputs, captures and key
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """The function's result from the graph's outputs."""
@@ -265,7 +259,7 @@ def _leaf(f: Lowered, path: Any, x: Any) -> Any:
         )
     if isinstance(x, jax.Array):
         if is_key(x):
-            return _words(x, where)
+            return words_of_jax(x, where)
         # Weak types would leak into results, and a scan's carry must keep its type.
         return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
     if isinstance(x, np.ndarray | np.generic):
@@ -279,17 +273,6 @@ def _leaf(f: Lowered, path: Any, x: Any) -> Any:
             " pytree, or make it hashable to pass it as a static value"
         ) from None
     return x
-
-
-def _words(key: jax.Array, where: str) -> jax.Array:
-    """A typed key as the pair of words that :mod:`functx.compat.random` takes."""
-    kind = str(jax.random.key_impl(key))
-    if kind != "threefry2x32":
-        raise TypeError(
-            f"{where} is a key of {kind}; functx.compat.random knows threefry2x32: make it with"
-            " jax.random.key(seed, impl='threefry2x32')"
-        )
-    return jax.random.key_data(key)
 
 
 def _trace(

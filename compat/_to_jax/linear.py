@@ -27,13 +27,10 @@ def linear(push: Map, pull: Map, kept: Any, xs: Sequence[Any], like: Sequence[An
     """``push(kept, xs)``, which is like ``like``, transposed by ``pull``."""
     flat, tree = jax.tree_util.tree_flatten(kept)
 
-    def flat_push(*values: Any) -> list[Any]:
-        return push(jax.tree_util.tree_unflatten(tree, values[: len(flat)]), values[len(flat) :])
+    def of_flat(f: Map) -> Callable[..., list[Any]]:
+        return lambda *vs: f(jax.tree_util.tree_unflatten(tree, vs[: len(flat)]), vs[len(flat) :])
 
-    def flat_pull(*values: Any) -> list[Any]:
-        return pull(jax.tree_util.tree_unflatten(tree, values[: len(flat)]), values[len(flat) :])
-
-    return _bind(flat_push, flat_pull, flat, xs, tuple(jax.typeof(x) for x in like))
+    return _bind(of_flat(push), of_flat(pull), flat, xs, tuple(jax.typeof(x) for x in like))
 
 
 def _bind(push: Any, pull: Any, kept: Sequence[Any], xs: Sequence[Any], results: Any) -> list[Any]:

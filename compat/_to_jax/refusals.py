@@ -32,12 +32,7 @@ _SHIFTS = (aten.bitwise_left_shift.Tensor_Scalar, aten.__lshift__.Scalar)
 def check(program: FunctionalGraph, rng: bool = False) -> None:
     """Raise one error that lists every reason why a program can't be lowered.
 
-    Args:
-        program: the traced program.
-        rng: whether a random key will be there.
-
-    Raises:
-        LoweringError: naming all operations without a rule, all refused ones, and the rest.
+    Random operations are one, unless there will be a key (``rng``).
     """
     problems = [*_operations(program), *_random(program, rng), *_wide(program)]
     if problems:

@@ -60,15 +60,7 @@ def key_of(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def random_words(key: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Two independent random words for each position of ``shape``, as ``int32``.
-
-    Args:
-        key: one key, shape ``(2,)``.
-        shape: of the draw.
-
-    Returns:
-        Tensors of that shape, on the key's device.
-    """
+    """Two independent random words for each position of ``shape``, as ``int32``."""
     size = math.prod(shape)
     if size <= 1 << 31:
         low = torch.arange(size, dtype=torch.int32, device=key.device)
@@ -249,16 +241,22 @@ def from_jax(key: Any) -> Tensor:
         >>> random.from_jax(jax.random.key(3))
         tensor([0, 3])
     """
-    import jax
     import numpy as np
+
+    return wrap_key_data(np.asarray(words_of_jax(key, "this")))
+
+
+def words_of_jax(key: Any, what: str) -> Any:
+    """The words of JAX's keys, in JAX; ``what`` names them in the error about other kinds."""
+    import jax
 
     kind = str(jax.random.key_impl(key))
     if kind != "threefry2x32":
         raise TypeError(
-            f"this key is one of {kind}; only threefry2x32 has a counterpart in torch: make it with"
+            f"{what} is a key of {kind}; only threefry2x32 has a counterpart in torch: make it with"
             " jax.random.key(seed, impl='threefry2x32')"
         )
-    return wrap_key_data(np.asarray(jax.random.key_data(key)))
+    return jax.random.key_data(key)
 
 
 def to_jax(key: Tensor) -> Any:

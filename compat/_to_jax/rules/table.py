@@ -37,20 +37,12 @@ rules.random_operations trace.value_checks
 
 @dataclass(frozen=True)
 class Rule:
-    """How one operation is said in JAX.
+    """How one operation is said in JAX."""
 
-    Attributes:
-        fn: the function of JAX arrays and plain Python values; it may take ``ctx=``, the
-            interpreter's :class:`Context`.
-        cast: whether arrays and numbers are converted to the result dtype first.
-        context: whether ``fn`` takes ``ctx=``.
-        random: whether ``fn`` draws.
-    """
-
-    fn: Fn
-    cast: bool = False
-    context: bool = False
-    random: bool = False
+    fn: Fn  # of JAX arrays and plain Python values
+    cast: bool = False  # whether arrays and numbers are converted to the result dtype first
+    context: bool = False  # whether ``fn`` takes ``ctx=``, the interpreter's :class:`Context`
+    random: bool = False  # whether ``fn`` draws
 
 
 _rules: dict[str, Rule] = {}

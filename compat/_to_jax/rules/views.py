@@ -165,7 +165,7 @@ def _as_strided_scatter(
     order, index = _in_memory(ctx, size, stride, offset)
     memory = jnp.transpose(x, order)
     written = jnp.ravel(memory).at[index].set(src).reshape(memory.shape)
-    return jnp.transpose(written, np.argsort(order))
+    return jnp.transpose(written, np.argsort(order).tolist())
 
 
 @rule("diagonal_scatter")

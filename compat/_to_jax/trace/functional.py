@@ -174,8 +174,7 @@ def _keep_marks(before: GraphModule, after: GraphModule) -> None:
 def drop_writes_to_inputs(module: GraphModule, n_inputs: int) -> None:
     """Drop writes to inputs with a warning; refuse writes to what the function closes over.
 
-    Raises:
-        LoweringError: for writes to placeholders beyond the first ``n_inputs``.
+    The latter are placeholders too, beyond the first ``n_inputs``.
     """
     written = writes_to_placeholders(module)
     inputs = placeholders(module)[:n_inputs]

@@ -25,6 +25,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ import functx
 from functx import _torch as engine
 from functx._errors import LoweringError
 from functx._remat import unseen
+from functx._validate import has_derivatives
 from functx.compat._to_jax.trace.functional import (
     functional,
     lift_constants,
@@ -45,7 +47,6 @@ from functx.compat._to_jax.trace.nodes import (
     CustomFunction,
     DerivativeRule,
     emit,
-    is_differentiable,
     modules_of,
     nodes_from_now,
     placeholders,
@@ -66,15 +67,10 @@ _FAILURES = (LoweringError, RuntimeError, TypeError, ValueError, AssertionError)
 
 
 class Within(threading.local):
-    """Whether the operations of this thread are the forward of a custom Function.
+    """Whether the operations of this thread are the forward of a custom Function."""
 
-    Attributes:
-        forward: they are, and its node stands for them.
-        plain: they are, in a ``no_grad`` block: like any other operation there.
-    """
-
-    forward = False
-    plain = False
+    forward = False  # they are, and its node stands for them
+    plain = False  # they are, in a ``no_grad`` block: like any other operation there
 
 
 within = Within()
@@ -92,17 +88,12 @@ def _set(**flags: bool) -> Iterator[None]:
             setattr(within, name, value)
 
 
+@dataclass(frozen=True)
 class Interceptor:
-    """Applies the custom Functions of a trace, and puts them into its graph.
+    """Applies the custom Functions of a trace, and puts them into its graph."""
 
-    Args:
-        draws: the random numbers of the trace.
-        mode: the fake mode of the trace.
-    """
-
-    def __init__(self, draws: TracedDraws, mode: FakeTensorMode) -> None:
-        self._draws = draws
-        self._mode = mode
+    draws: TracedDraws
+    mode: FakeTensorMode
 
     def __call__(self, cls: type, apply: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Apply ``cls``; called with its own ``apply``."""
@@ -122,26 +113,21 @@ class Interceptor:
                 return apply(*args)
         mode = engine.proxy_mode()
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if mode is None or not any(is_differentiable(t) for t in tensors):
+        if mode is None or not any(has_derivatives(t) for t in tensors):
             with _set(forward=True):
                 return apply(*args)
         with unseen():
             shapes = [_like(t) for t in tensors]
         made = nodes_from_now(mode.tracer.graph)
-        start = self._draws.states()
+        start = self.draws.states()
         with _set(forward=True):
             out = apply(*args)
         results = _tensors(out)
         raw = made()
         # In surroundings of their own: the settings of the call are not those of the rules.
-        with (
-            unseen(),
-            self._draws.rewound(start),
-            torch.enable_grad(),
-            _set(plain=True),
-            unhooked(),
-        ):
-            function, captures = _Tracer(cls, args, shapes, results, self._mode).function()
+        rewound = self.draws.rewound(start)
+        with unseen(), rewound, torch.enable_grad(), _set(plain=True), unhooked():
+            function, captures = _Tracer(cls, args, shapes, results, self.mode).function()
             raw_results = [_node_of(r) for r in results]
             emit(function, [*tensors, *captures], results)
         node = _node_of(results[0]).args[0]
@@ -165,29 +151,24 @@ def _node_of(t: torch.Tensor) -> Node:
     return engine.proxy_mode().tracer.unwrap_proxy(t).node
 
 
+@dataclass
 class _Tracer:
     """Traces the rules of one application of a Function."""
 
-    def __init__(
-        self,
-        cls: Any,
-        args: Sequence[Any],
-        operands: Sequence[Callable[[], torch.Tensor]],
-        results: Sequence[torch.Tensor],
-        mode: FakeTensorMode,
-    ) -> None:
-        self._cls = cls
-        self._args = args
-        self._operands = operands
-        self._results = results
-        self._mode = mode
+    cls: Any
+    args: Sequence[Any]
+    operands: Sequence[Callable[[], torch.Tensor]]  # each makes a stand-in
+    results: Sequence[torch.Tensor]
+    mode: FakeTensorMode
+
+    def __post_init__(self) -> None:
         self._outer = engine.proxy_mode().tracer
-        self._to: list[int] = []
+        self._to: list[int] = []  # the operands that the backward gives gradients of
 
     def function(self) -> tuple[CustomFunction, list[torch.Tensor]]:
         """The Function, and what it closes over."""
-        n_cotangents = [i for i, r in enumerate(self._results) if is_differentiable(r)]
-        cotangents = [_like(self._results[i]) for i in n_cotangents]
+        n_cotangents = [i for i, r in enumerate(self.results) if has_derivatives(r)]
+        cotangents = [_like(self.results[i]) for i in n_cotangents]
         failed = ""
         try:
             back = self._trace(lambda *t: self._joint(n_cotangents, *t), cotangents)
@@ -198,14 +179,14 @@ class _Tracer:
             to = []
         traces = [back]
         of = self._differentiable_operands()
-        if self._cls.jvp is not torch.autograd.Function.jvp:
+        if self.cls.jvp is not torch.autograd.Function.jvp:
             # One that fails (those that vmap generates do, where the Function has none) is none:
             # the transpose of the backward takes its place.
             with suppress(*_FAILURES):
-                traces.append(self._trace(self._joint_jvp, [self._operands[i] for i in of]))
+                traces.append(self._trace(self._joint_jvp, [self.operands[i] for i in of]))
         captures = list({id(t): t for _, lifted, _ in traces for t in lifted}.values())
         rules = [
-            cut(graph, lifted, extra, captures, len(self._operands), len(self._results))
+            cut(graph, lifted, extra, captures, len(self.operands), len(self.results))
             for graph, lifted, extra in traces
         ]
         graph, residuals, forward = rules[0]
@@ -216,29 +197,29 @@ class _Tracer:
         if len(rules) > 1:
             graph, residuals, with_mids = rules[1]
             jvp = DerivativeRule(graph, residuals, tuple(of), tuple(n_cotangents), with_mids)
-        once = is_once_differentiable(self._cls)
-        n = len(self._results)
-        return CustomFunction(self._cls.__name__, forward, n, backward, jvp, once), captures
+        once = is_once_differentiable(self.cls)
+        n = len(self.results)
+        return CustomFunction(self.cls.__name__, forward, n, backward, jvp, once), captures
 
     def _differentiable_operands(self) -> list[int]:
-        tensors = [a for a in self._args if isinstance(a, torch.Tensor)]
-        return [i for i, t in enumerate(tensors) if is_differentiable(t)]
+        tensors = [a for a in self.args if isinstance(a, torch.Tensor)]
+        return [i for i, t in enumerate(tensors) if has_derivatives(t)]
 
     def _trace(
         self, f: Callable[..., Any], extra: Sequence[Callable[[], torch.Tensor]]
     ) -> tuple[GraphModule, list[torch.Tensor], int]:
         """A functional graph of ``f``, the tensors it closes over, the number of extra inputs."""
         with engine.without_proxies():
-            inputs = [make() for make in (*self._operands, *extra)]
+            inputs = [make() for make in (*self.operands, *extra)]
         module = engine.trace_subgraph(f, *inputs)
         isolate(module)
         with engine.without_proxies():
-            lifted = lift_constants(module, self._mode, self._known)
+            lifted = lift_constants(module, self.mode, self._known)
         with _set(forward=True):  # once more, operation by operation
-            module = functional(module, lambda run, xs: engine.trace_subgraph(run, *xs), self._mode)
+            module = functional(module, lambda run, xs: engine.trace_subgraph(run, *xs), self.mode)
         if writes_to_placeholders(module):
             raise LoweringError(
-                f"{self._cls.__name__}, a custom autograd.Function, writes to its inputs"
+                f"{self.cls.__name__}, a custom autograd.Function, writes to its inputs"
                 " (mark_dirty), and JAX arrays never change: return a new tensor instead"
             )
         return module, lifted, len(extra)
@@ -248,7 +229,7 @@ class _Tracer:
 
     def _full(self, tensors: Sequence[Any]) -> list[Any]:
         feed = iter(tensors)
-        return [next(feed) if isinstance(a, torch.Tensor) else a for a in self._args]
+        return [next(feed) if isinstance(a, torch.Tensor) else a for a in self.args]
 
     def _apply(self, apply: Callable[..., Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
         with _set(forward=True):
@@ -256,17 +237,17 @@ class _Tracer:
         return _tensors(out)
 
     def _forward_only(self, *operands: torch.Tensor) -> list[torch.Tensor]:
-        results = self._apply(plain_apply(self._cls), operands)
+        results = self._apply(plain_apply(self.cls), operands)
         _mark_forward()
         return results
 
     def _joint(self, of: Sequence[int], *tensors: torch.Tensor) -> list[Any]:
         """Results, then a gradient for each operand that can have one."""
-        operands, cotangents = tensors[: len(self._operands)], tensors[len(self._operands) :]
+        operands, cotangents = tensors[: len(self.operands)], tensors[len(self.operands) :]
         at = self._differentiable_operands()
         for i in at:
             operands[i].requires_grad_()
-        results = self._apply(plain_apply(self._cls), operands)
+        results = self._apply(plain_apply(self.cls), operands)
         _mark_forward()
         pairs = [(results[i], c) for i, c in zip(of, cotangents) if results[i].requires_grad]
         self._to = at if pairs else []
@@ -283,20 +264,20 @@ class _Tracer:
 
     def _joint_jvp(self, *tensors: torch.Tensor) -> list[Any]:
         """Results, then a tangent for each that can have one."""
-        operands, tangents = list(tensors[: len(self._operands)]), tensors[len(self._operands) :]
-        own = self._cls.jvp
+        operands, tangents = list(tensors[: len(self.operands)]), tensors[len(self.operands) :]
+        own = self.cls.jvp
 
         def jvp(*args: Any) -> Any:
             _mark_forward()
             with _set(forward=False):
                 return own(*args)
 
-        marked = type(self._cls.__name__, (self._cls,), {"jvp": staticmethod(jvp)})
+        marked = type(self.cls.__name__, (self.cls,), {"jvp": staticmethod(jvp)})
         with forward_ad.dual_level():
             for i, t in zip(self._differentiable_operands(), tangents):
                 operands[i] = forward_ad.make_dual(operands[i], t)
             results = self._apply(plain_apply(marked), operands)
-            duals = [forward_ad.unpack_dual(r) for r in results if is_differentiable(r)]
+            duals = [forward_ad.unpack_dual(r) for r in results if has_derivatives(r)]
         return [*results, *(d.tangent for d in duals)]
 
 

@@ -151,8 +151,7 @@ def _parts(node: Node) -> Iterator[Node]:
 def _take(replay: Node, body: GraphModule, inner: dict[Node, Any], kept: Kept) -> list[int]:
     """Let a replay take what is kept as operands; what it then need not compute, goes.
 
-    Returns:
-        The numbers of what it takes.
+    Gives the numbers of what it takes.
     """
     taken: list[int] = []
     standins: dict[int, Node] = {}

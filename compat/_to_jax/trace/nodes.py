@@ -183,11 +183,6 @@ def tensors_of(node: Node) -> list[torch.Tensor]:
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
-def is_differentiable(x: torch.Tensor) -> bool:
-    """Whether a tensor's dtype has derivatives."""
-    return x.is_floating_point() or x.is_complex()
-
-
 def nodes_from_now(graph: Graph) -> Callable[[], list[Node]]:
     """Gives the nodes that a graph has got since."""
     last = next(iter(reversed(graph.nodes)), None)

@@ -112,13 +112,12 @@ def _same(example: Node, node: Node, batch: int) -> bool:
 
 def value_of(node: Node, per_example: bool) -> Value:
     """A node's value as a policy is to see it; without an operation if nothing is known of it."""
-    if not per_example:
-        target = node.target
-        own = isinstance(target, OpOverload) and not target.is_view
+    if per_example:
+        target, args, kwargs, out = node.meta.get("custom", {}).get(EXAMPLE, (None, (), {}, None))
+    else:
+        target, out = node.target, node.meta["val"]
         args, kwargs = map_arg(node.args, _value), map_arg(node.kwargs, _value)
-        return Value(target if own else None, args, kwargs, node.meta["val"])
-    target, args, kwargs, out = node.meta.get("custom", {}).get(EXAMPLE, (None, (), {}, None))
-    own = target is not None and not target.is_view
+    own = isinstance(target, OpOverload) and not target.is_view
     return Value(target if own else None, args, kwargs, out)
 
 
@@ -135,10 +134,7 @@ def kept_values(
 ) -> dict[Node, Decision]:
     """The nodes of a region's graph whose values the policy keeps.
 
-    Args:
-        body: the graph.
-        policy: what to ask.
-        per_example: whether the graph is batched, and the policy asked about one example.
+    ``per_example``: the graph is batched, and the policy asked about one example.
     """
     found: dict[Node, Decision] = {}
     for node in body.graph.nodes:
@@ -211,11 +207,7 @@ def from_result(
 ) -> Any:
     """``mark(compute(*args))``, differentiated by way of the marked value where torch would.
 
-    Args:
-        name: of the operation, without its overload.
-        compute: its rule.
-        args: its arguments.
-        mark: gives the result a name.
+    ``name`` is that of the operation, without its overload; ``mark`` gives the result a name.
     """
     tangent = _TANGENTS.get(name)
     x = args[0] if args else None

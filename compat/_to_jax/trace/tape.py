@@ -34,11 +34,12 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch as engine
 from functx._errors import LoweringError
+from functx._validate import has_derivatives
 from functx.compat._to_jax.source_lines import at_line, note_source
 from functx.compat._to_jax.trace.composites import RECURRENT, REPLACED, layer_by_layer
 from functx.compat._to_jax.trace.functions import within
 from functx.compat._to_jax.trace.known_values import READS, KnownValues
-from functx.compat._to_jax.trace.nodes import is_differentiable, nodes_from_now
+from functx.compat._to_jax.trace.nodes import nodes_from_now
 from functx.compat._to_jax.trace.policies import with_examples
 from functx.compat._to_jax.trace.traced_draws import TracedDraws
 from functx.compat._to_jax.trace.value_checks import is_check
@@ -128,25 +129,18 @@ class _Watched:
 
 
 class Tape:
-    """Answers what a function asks of its tape.
-
-    Args:
-        kept: whether inputs are on a tape.
-
-    Attributes:
-        detaches: how many calls of ``detach`` by the user are under way.
-    """
+    """Answers what a function asks of its tape; inputs are on one if it is ``kept``."""
 
     def __init__(self, kept: bool) -> None:
         self._kept = kept
         self._inputs: dict[int, torch.Tensor] = {}
         self._around = saved_tensors_hooks()
-        self.detaches = 0
+        self.detaches = 0  # how many calls of ``detach`` by the user are under way
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Put the inputs on the tape, if there is to be one."""
         for x in inputs if self._kept else ():
-            if is_differentiable(x):
+            if has_derivatives(x):
                 with engine.without_proxies():
                     token = torch.zeros((), requires_grad=True)
                 apply_function(_Enter, x, token)
@@ -164,7 +158,7 @@ class Tape:
             return self._set(x, func, args, kwargs)
         if func in (_REQUIRES_GRAD, _IS_LEAF, _GRAD_FN) and called_by(*_OWN_CALLERS):
             return func(x)
-        if not self._kept and is_differentiable(x):
+        if not self._kept and has_derivatives(x):
             if func == _REQUIRES_GRAD and func(x):
                 return True
             raise Asked
@@ -177,7 +171,7 @@ class Tape:
 
     def _set(self, x: torch.Tensor, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         flag = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
-        if not flag and is_differentiable(x):
+        if not flag and has_derivatives(x):
             if not self._kept:
                 raise Asked
             if x.requires_grad:
@@ -246,17 +240,14 @@ _INSIDE: dict[Any, Callable[..., Any]] = {
 
 
 class Observer(TorchDispatchMode):
-    """Runs inside the traced function, next to the tracer; see the module docstring.
-
-    Attributes:
-        seen: ids of the tensors that operations took as arguments; the traced function used them.
-    """
+    """Runs inside the traced function, next to the tracer; see the module docstring."""
 
     supports_higher_order_operators = True
 
     def __init__(self, random_draws: TracedDraws, tape: Tape, known: KnownValues) -> None:
         super().__init__()
         self._draws, self._tape, self._known = random_draws, tape, known
+        # Ids of the tensors that operations took as arguments: the traced function used them.
         self.seen: set[int] = set()
         # Views made without grad, by id: (the detached view handed out, the view itself).  Writing
         # to the first must write through the second, whose derivative is still attached.
@@ -291,10 +282,9 @@ class Observer(TorchDispatchMode):
 
     def _dispatch(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is aten.detach.default:
-            if not self._tape.detaches and torch.is_grad_enabled():
-                return aten.alias.default(*args)
-            if called_by("torch.utils.checkpoint"):
-                # A tape that its hooks hand a value to takes it for the one that it saved.
+            by_autograd = not self._tape.detaches and torch.is_grad_enabled()
+            # A tape that checkpoint's hooks hand a value to takes it for the one that it saved.
+            if by_autograd or called_by("torch.utils.checkpoint"):
                 return aten.alias.default(*args)
         if torch.is_grad_enabled() or within.forward:
             self._tape.saves((args, kwargs))
@@ -316,7 +306,7 @@ class Observer(TorchDispatchMode):
         return observed
 
     def _stop(self, func: OpOverload, out: torch.Tensor) -> torch.Tensor:
-        if not is_differentiable(out):
+        if not has_derivatives(out):
             return out
         stopped: torch.Tensor = aten.detach.default(out)
         if func.is_view:
@@ -325,7 +315,7 @@ class Observer(TorchDispatchMode):
 
     def _write_without_grad(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         target = args[0] if args else None
-        if not isinstance(target, torch.Tensor) or not is_differentiable(target):
+        if not isinstance(target, torch.Tensor) or not has_derivatives(target):
             return self._run(func, args, kwargs)
         attached = self._views.get(id(target), (target, target))[1]
         before = aten.clone.default(attached)

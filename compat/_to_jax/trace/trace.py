@@ -54,19 +54,12 @@ class Spec:
 
 @dataclass(frozen=True)
 class FunctionalGraph:
-    """A torch function as a functional ATen graph.
+    """A torch function as a functional ATen graph."""
 
-    Attributes:
-        module: its graph; placeholders are the inputs, then the captures.
-        inputs: the specs of the inputs.
-        captures: the tensors met while tracing, in the order of their placeholders.
-        reads: what is closed over and was read while tracing, with its value then.
-    """
-
-    module: GraphModule
+    module: GraphModule  # placeholders are the inputs, then the captures
     inputs: tuple[Spec, ...]
-    captures: tuple[torch.Tensor, ...]
-    reads: Reads = field(default_factory=dict)
+    captures: tuple[torch.Tensor, ...]  # met while tracing, in the order of their placeholders
+    reads: Reads = field(default_factory=dict)  # closed over and read while tracing: values then
 
 
 def trace(

@@ -33,11 +33,7 @@ class TracedDraws:
         self._before: dict[torch.Generator, torch.Tensor] = {}
 
     def advance(self, generator: torch.Generator | None) -> bytes:
-        """Take one step from the state of a generator (the default one for None).
-
-        Returns:
-            What names the state that was left.
-        """
+        """Step a generator (the default one for None); gives a name of the state it was in."""
         generator = torch.default_generator if generator is None else generator
         state = generator.get_state()
         self._before.setdefault(generator, state)
@@ -78,11 +74,7 @@ def _set(states: dict[torch.Generator, torch.Tensor]) -> None:
 
 @contextmanager
 def only_torch_draws(name: str) -> Iterator[None]:
-    """Refuse random numbers that a trace would freeze.
-
-    Raises:
-        LoweringError: if Python's or numpy's generator moved while the function ran.
-    """
+    """Refuse random numbers that a trace would freeze: those of Python's and numpy's generators."""
     before = _foreign_states()
     yield
     after = _foreign_states()

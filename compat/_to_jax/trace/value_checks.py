@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node, has_side_effect
 
 from functx import _torch as engine
+from functx._validate import has_derivatives
 from functx.compat._to_jax.rules.table import rule
 from functx.compat._to_jax.trace.nodes import body_of, is_region
 from functx.compat._torch import asked_by
@@ -39,9 +40,7 @@ _ASKING = {
 def is_check(answer: torch.Tensor, again: bool) -> bool:
     """Whether a value that is read is such an answer; if so, the graph has it from now on.
 
-    Args:
-        answer: what is read.
-        again: whether the graph has it already, from another run of the same code.
+    It has it already if the same code runs ``again``.
     """
     if not asked_by(_ASKING):
         return False
@@ -64,9 +63,7 @@ def heed(module: GraphModule) -> None:
 
     def heeding(out: Node) -> Node:
         value = out.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not (
-            value.is_floating_point() or value.is_complex()
-        ):
+        if not has_derivatives(value):
             return out
         with graph.inserting_before(output):
             made = graph.call_function(_unless, (out, answers))
