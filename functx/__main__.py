@@ -26,7 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="functx", description="PyTorch transforms that compose the way JAX's do."
     )
     top.add_argument("--version", action="version", version=f"functx {functx.__version__}")
-    top.set_defaults(run=lambda _: top.print_help() or 0)
     commands = top.add_subparsers(metavar="command")
     demo = commands.add_parser(
         "demo",
@@ -52,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _command.add_plan(commands)
     _command.add_doctor(commands)
     args = top.parse_args(argv)
+    if "run" not in args:
+        top.print_help()
+        return 0
     return int(args.run(args))
 
 

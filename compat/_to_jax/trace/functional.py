@@ -119,9 +119,9 @@ def _write_apart(write: Node, sources: dict[Node, Node], writes: list[Node]) -> 
                 f"a tensor and its detach() are both written{at_source(later[0])}: clone() it first"
             )
         aliases = [copy]
-    written = aliases[-1] if aliases else None
-    if (source := sources.get(written)) is None:
+    if not aliases or (source := sources.get(aliases[-1])) is None:
         return None
+    written = aliases[-1]
     with graph.inserting_after(write):
         before = graph.call_function(aten.clone.default, (source,))
     with graph.inserting_after(before):
