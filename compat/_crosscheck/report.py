@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from functx._pictures import Printed
 from functx.compat._crosscheck.kept_bytes import Kept
 from functx.compat._crosscheck.operations import Operation
 from functx.compat._crosscheck.precision import Difference
@@ -41,7 +42,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Crosscheck:
+class Crosscheck(Printed):
     """The comparison of one function in torch and in JAX; prints as a table.
 
     Attributes:

@@ -28,6 +28,7 @@ def test_every_transform_agrees():
     report = crosscheck(f, p, torch.randn(4, 3), in_dims=(None, 0), transforms=ALL, peak=False)
     report.assert_agrees()
     assert tuple(report.differences) == tuple(report.runs) == ALL
+    assert "hessian" in report._repr_html_()  # shown in a notebook as it prints
     for d in report.differences.values():
         assert max(d.torch_ulps, d.jax_ulps) < 30
 
