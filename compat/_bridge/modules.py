@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 import functx
+from functx._validate import describe
 from functx.checkpoint_policies import everything_saveable
 from functx.compat._bridge.dlpack import array_from_torch
 
@@ -41,8 +42,10 @@ def function_of(
 
     Buffers that are not among ``params`` are the module's.
     """
+    names = {*module.state_dict(keep_vars=True), *dict(module.named_buffers())}
 
     def call(params: Tensors, /, *args: Any, **kwargs: Any) -> Any:
+        _check(module, params, names, "params")
         with _as_regions(module, layers):
             return torch.func.functional_call(module, params, args, kwargs)
 
@@ -54,15 +57,28 @@ def function_with_buffers(
     module: torch.nn.Module, layers: Sequence[torch.nn.Module] = ()
 ) -> Callable[..., Any]:
     """``fn(params, buffers, *args, **kwargs)``, which returns the result and the new buffers."""
-    stateless = function_of(module, layers)
+    stateless, names = function_of(module, layers), {n for n, _ in module.named_buffers()}
 
     def call(params: Tensors, buffers: Tensors, /, *args: Any, **kwargs: Any) -> Any:
+        _check(module, buffers, names, "params, buffers")
         state = {**params, **{name: b.clone() for name, b in buffers.items()}}
         result = stateless(state, *args, **kwargs)
         return result, {name: state[name].detach() for name in buffers}
 
     call.__name__ = call.__qualname__ = type(module).__name__
     return call
+
+
+def _check(module: torch.nn.Module, state: Any, names: set[str], first: str) -> None:
+    """Refuse what is no state of a module: torch would use the module's own in its place."""
+    name = type(module).__name__
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"to_jax({name}): the function is called as fn({first}, *args, **kwargs), with dicts of "
+            f"arrays by name first; got {describe(state)}"
+        )
+    if unknown := sorted(state.keys() - names):
+        raise ValueError(f"to_jax({name}): {unknown[0]!r} is no name of a parameter or buffer")
 
 
 @contextmanager

@@ -38,7 +38,8 @@ def status(command: str, run: Callable[[Any], int], options: argparse.Namespace)
         said = str(error)
     except Exception as error:
         if getattr(options, "traceback", False):
-            raise
+            traceback.print_exception(error)
+            return FAILED
         # One note of JAX's is about tracebacks, of which there are none here.
         notes = [n for n in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in n]
         line = _line_of(error)
@@ -51,7 +52,7 @@ def _line_of(error: Exception) -> list[str]:
     """The innermost line of the user's that raised an error, for a message."""
     packages = [importlib.import_module(name) for name in ("torch", "functx", "functx.compat")]
     folders = [str(Path(str(package.__file__)).parent) for package in packages]
-    libraries = (*folders, sysconfig.get_path("purelib"))
+    libraries = (*folders, sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
     frames = traceback.extract_tb(error.__traceback__)
     users = [f for f in frames if not f.filename.startswith((*libraries, "<"))]
     users = [f for f in users if Path(f.filename).name != "functx"]  # the program

@@ -6,6 +6,7 @@ closed over and was read is compared at each later call, and another value trace
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,19 @@ class KnownValues:
         """What an operation gives whose result depends on values, if they are known."""
         found = self._compute(func, args, kwargs)
         return None if found is None else self._noted(*found)
+
+    def places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+        """Indices with the places that masks choose in place of masks, if these are known."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+            elif (mask := self.read(index)) is None:
+                return None
+            else:
+                with engine.without_dispatch_modes():
+                    found += mask.nonzero().unbind(1)
+        return found
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run in the trace."""

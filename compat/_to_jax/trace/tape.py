@@ -335,6 +335,8 @@ class Observer(TorchDispatchMode):
                 raise
             if (out := self._known.compute(func, args, kwargs)) is not None:
                 return out
+            if func is aten.index.Tensor and (places := self._known.places(args[1])) is not None:
+                return func(args[0], places)
             raise _data_dependent(func) from err
 
 

@@ -267,9 +267,9 @@ def test_a_model_type_of_transformers_is_checked_at_a_small_size(capsys):
     assert "crosscheck LlamaForCausalLM" in capsys.readouterr().out
 
 
-def test_the_traceback_is_shown_where_it_is_asked_for(folder):
-    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        run("net_to_check.py:missing", "--args", "float32[3]", "--traceback")
+def test_the_traceback_is_shown_where_it_is_asked_for(folder, capsys):
+    assert run("net_to_check.py:missing", "--args", "float32[3]", "--traceback") == 2
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
 def test_without_jax_it_says_what_to_install(folder, monkeypatch, capsys):

@@ -25,6 +25,8 @@ READ = {
     "a branch": lambda x, sizes: x if sizes[0] > 1 else -x,
     "a size": lambda x, sizes: torch.arange(int(sizes.sum())) + x.sum(),
     "repeats": lambda x, sizes: torch.repeat_interleave(x, sizes),
+    "a mask": lambda x, sizes: x[sizes > 1] * 2,
+    "a mask among others": lambda x, sizes: torch.outer(x, x)[:, sizes > 1][None, ..., 0],
     "places": lambda x, sizes: x[(sizes > 1).nonzero()[:, 0]],
 }
 

@@ -158,3 +158,17 @@ def test_a_model_of_transformers_gives_torch_s_gradient():
     expected.backward()
     assert_close(loss, expected)
     assert_close(gradient, {n: p.grad for n, p in net.named_parameters()}, rtol=1e-4)
+
+
+def test_what_is_no_state_of_the_module_is_refused():
+    """Torch would use the module's own parameter, whose derivative would be zero."""
+    params, fn = to_jax(torch.nn.Linear(3, 2))
+    x = jnp.ones((4, 3))
+    with pytest.raises(ValueError, match="'weigth' is no name of a parameter or buffer"):
+        fn({"weigth": params["weight"]}, x)
+    with pytest.raises(TypeError, match=r"called as fn\(params, \*args"):
+        fn(x)
+    params, buffers, fn = to_jax(torch.nn.BatchNorm1d(3), buffers=True)
+    with pytest.raises(TypeError, match=r"called as fn\(params, buffers, \*args"):
+        fn(params, x)
+    assert fn({**params}, buffers, x)[0].shape == (4, 3)
