@@ -74,8 +74,8 @@ def _check(module: torch.nn.Module, state: Any, names: set[str], first: str) -> 
     name = type(module).__name__
     if not isinstance(state, dict):
         raise TypeError(
-            f"to_jax({name}): the function is called as fn({first}, *args, **kwargs), with dicts of "
-            f"arrays by name first; got {describe(state)}"
+            f"to_jax({name}): the function is called as fn({first}, *args, **kwargs), with dicts "
+            f"of arrays by name first; got {describe(state)}"
         )
     if unknown := sorted(state.keys() - names):
         raise ValueError(f"to_jax({name}): {unknown[0]!r} is no name of a parameter or buffer")
