@@ -35,8 +35,22 @@ MEANING = {
 HEADING = "## What came of it"
 # Why a type is no other, where more is known than the message says.
 KNOWN = {
-    "axk2": "topk chooses among equal scores, and torch doesn't say which",
-    "deepseek_v32": "topk chooses among equal scores, and torch doesn't say which",
+    "flaubert": "it compares lengths of its inputs with an assert (`modeling_flaubert.py:824`)",
+    "higgs_audio_v2": "it takes rows by a mask of its inputs (`modeling_higgs_audio_v2.py:255`)",
+    "jetmoe": "tokens are split by how many go to each expert (`modeling_jetmoe.py:195`)",
+    "levit": "in eval mode it keeps what it computed of its parameters at its first call, torch's",
+    "longcat_flash": "tokens of an expert are taken by `nonzero` (`modeling_longcat_flash.py:187`)",
+    "musicgen_decoder": "it draws from Python's `random`, in eval mode too",
+    "musicgen_melody_decoder": "it draws from Python's `random`, in eval mode too",
+    "nystromformer": "where it is traced, transformers gives it a mask whose shape does not fit",
+    "switch_transformers": "it converts its own weight to another dtype when it is called",
+    "udop": "sizes depend on the values of its boxes (`modeling_udop.py:219`)",
+    "univnet": "it draws noise, which JAX draws otherwise",
+    "vibevoice_acoustic_tokenizer": "it draws noise, which JAX draws otherwise",
+    "vilt": "it draws which patches it takes (`modeling_vilt.py:107`)",
+    "vit_mae": "it draws which patches it masks, which JAX draws otherwise",
+    "xlm": "it compares lengths of its inputs with an assert (`modeling_xlm.py:792`)",
+    "xmod": "it takes rows by a mask of its inputs (`modeling_xmod.py:453`)",
 }
 
 

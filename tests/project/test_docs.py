@@ -118,6 +118,16 @@ def test_a_notebook_is_its_page(path):
     assert path.read_text() == pages.notebook((pages.DOCS / f"{path.stem}.md").read_text())
 
 
+def test_counts_of_models_in_jax_are_those_of_the_sweep():
+    page = (pages.DOCS / "models_in_jax.md").read_text()
+    built, same = re.search(r"of (\d+) types, (\d+) have the same", page).groups()
+    assert f"[{same} of {built} model types](docs/models_in_jax.md)" in README.read_text()
+    lines = (house.ROOT / "bench" / "results" / "models_in_jax.jsonl").read_text().splitlines()
+    outcomes = [json.loads(line)["outcome"] for line in lines]
+    assert outcomes.count("same") == int(same)
+    assert len(outcomes) - outcomes.count("not built") == int(built)
+
+
 def test_every_page_runs():
     runs = {*QUICK, *LONG, *SHOWING, "insight", "recipes"}
     has_code = {path.stem for path in pages.DOCS.rglob("*.md") if pages.blocks(path.read_text())}
