@@ -50,8 +50,8 @@ def differently(region: Any, listener: Any, call: Call, expected: Call | None) -
         codes = [x for x in region.identity or () if isinstance(x, CodeType)]
         at = f"the end of {codes[0].co_filename}:{codes[0].co_firstlineno}" if codes else "the end"
     hint = _of_cache(region) or (
-        "What they depend on (globals, counters, Python's random, files) must be the same: pass it "
-        "as an argument, or draw with torch."
+        "What they depend on (globals, counters, files) must be the same: pass it as an argument. "
+        "Random numbers: draw with torch, or give preserve_rng_state='all'."
     )
     return ReplayError(
         f"remat: at {at} the replay of {region.title} calls {what}. A replay must make the calls "
