@@ -81,6 +81,7 @@ class Layers:
 
 def layers_of(graph: Graph) -> tuple[dict[Node, Layers], str]:
     """The run that each call of a region is in, and why the first that is in none is not."""
+    _move_forward(graph)
     order = {node: number for number, node in enumerate(graph.nodes)}
     regions = [n for n in graph.nodes if is_region(n) and not n.meta["functx_region"].replay]
     found: dict[Node, Layers] = {}
@@ -101,6 +102,16 @@ def layers_of(graph: Graph) -> tuple[dict[Node, Layers], str]:
             found |= dict.fromkeys(calls, Layers(tuple(calls), tuple(best)))
         regions = regions[len(calls) :]
     return found, reason
+
+
+def _move_forward(graph: Graph) -> None:
+    """Let what depends on no region, copies of buffers say, run before all of them."""
+    first, late = None, set[Node]()
+    for node in list(graph.nodes):
+        if is_region(node) or node.op == "output" or not late.isdisjoint(node.all_input_nodes):
+            first, late = first or node, late | {node}
+        elif first is not None:
+            first.prepend(node)
 
 
 def _roles(calls: list[Node], node: Node, order: dict[Node, int]) -> list[set[str | int]]:

@@ -134,3 +134,12 @@ def test_what_to_scan_is_named_of_a_module_and_has_to_be_there():
         to_jax(Net(), scan="blocks.*")
     with pytest.raises(ValueError, match="is for modules"):
         to_jax(torch.sin, scan="layers.*")
+
+
+def test_layers_that_write_to_buffers_are_scanned():
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(LENGTH)]
+    net = nn.Sequential(*layers).double()
+    params, buffers, plain = to_jax(net, buffers=True)
+    _, _, scanned = to_jax(net, buffers=True, scan="[0-9]")
+    assert scans(scanned, params, buffers, X) == [LENGTH]
+    assert_close(scanned(params, buffers, X), plain(params, buffers, X))
