@@ -192,7 +192,7 @@ def test_of_compiled_code_the_bytes_are_the_allocator_s(x):
 
 def test_compiled_code_that_is_not_found_is_an_error(x):
     jitted = functx.jit(torch.sin)
-    with pytest.raises(TypeError, match="Pass the jitted function as an argument"), LiveStorages():
+    with pytest.raises(TypeError, match="pass the jitted function as an argument"), LiveStorages():
         jitted(x)
 
 

@@ -233,7 +233,7 @@ def test_an_error_says_what_does_not_fit(message):
 def test_a_loss_that_gives_no_number_is_an_error(grad_mode, chunk_size):
     for bad, match in (
         (lambda w, x: x @ w, "scalar Tensor"),
-        (lambda w, x: 3.0, r"scalar Tensor, got 3\.0"),
+        (lambda w, x: 3.0, r"Tensor, got 3\.0"),
         (lambda w, x: ((x @ w).sum(), x), "has_aux=True"),
     ):
         f = per_sample.grads(bad, chunk_size=chunk_size)
@@ -402,5 +402,7 @@ def test_a_sum_under_autocast_is_added_up_in_its_own_dtype(chunk_size):
 
 @pytest.mark.parametrize("make", [per_sample.grads, per_sample.norms, per_sample.gram])
 def test_no_argument_to_differentiate_is_an_error(make):
-    with pytest.raises(RuntimeError, match=rf"{make.__name__}: argnums must be non-empty"):
+    with pytest.raises(
+        RuntimeError, match=rf"{make.__name__}: argnums must be int .* must be non-empty"
+    ):
         make(lambda w, x: (w * x).sum(), argnums=())(W[0], X[:, :1])
