@@ -111,9 +111,8 @@ def _write_apart(write: Node, sources: dict[Node, Node], writes: list[Node]) -> 
             copy = graph.call_function(aten.clone.default, (detached,))
         detached.replace_all_uses_with(copy, lambda user: user is not copy)
         sources[copy] = source = detached.args[0]  # type: ignore[assignment]
-        later = [
-            w for w in writes if w > detached and _aliases(w.args[0])[-1:] == _aliases(source)[-1:]
-        ]
+        origin = _aliases(source)[-1:]
+        later = [w for w in writes if w > detached and _aliases(w.args[0])[-1:] == origin]
         if later:
             raise LoweringError(
                 f"a tensor and its detach() are both written{at_source(later[0])}: clone() it first"

@@ -270,14 +270,12 @@ class Observer(TorchDispatchMode):
             state = self._draws.advance(kwargs.get("generator"))
             kwargs = {name: None if name == "generator" else v for name, v in kwargs.items()}
         mode = engine.proxy_mode()
-        if mode is None or state is None:
-            out = self._dispatch(func, args, kwargs)
-            self._known.follow(func, args, kwargs, out)
-            return out
-        made = nodes_from_now(mode.tracer.graph)
+        made = None if mode is None or state is None else nodes_from_now(mode.tracer.graph)
         out = self._dispatch(func, args, kwargs)
-        for i, node in enumerate(n for n in reversed(made()) if draws(n.target)):
-            node.meta["functx_draw"] = self._draws.number((state, i))
+        self._known.follow(func, args, kwargs, out)
+        if made is not None:
+            for i, node in enumerate(n for n in reversed(made()) if draws(n.target)):
+                node.meta["functx_draw"] = self._draws.number((state, i))
         return out
 
     def _dispatch(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:

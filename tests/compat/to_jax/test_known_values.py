@@ -52,6 +52,7 @@ UNKNOWN = {
     ),
     "a view of that": lambda x: (lambda m: (m[1:].copy_(x[1:]), x * m.sum().item()))(torch.ones(3)),
     "uninitialised": lambda x: x * torch.empty(3).sum().item(),
+    "drawn in place": lambda x: x * torch.zeros(3).uniform_().sum().item(),
     "drawn": lambda x: x * torch.rand(3).sum().item(),
 }
 
