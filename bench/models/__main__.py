@@ -5,7 +5,6 @@ in a process of its own, so that a crash or a hang costs only that type; a file 
 type, is gone on with. What torch itself refuses, of the model without remat, is no case.
 """
 
-import argparse
 import contextlib
 import random
 import re
@@ -13,14 +12,13 @@ import textwrap
 import time
 from collections import Counter, defaultdict
 from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 import torch
 
 import functx
 from bench.models import apart
-from bench.models.apart import line, parts, resumed
+from bench.models.apart import line, parts
 from functx._command import small_models
 from functx._remat import on_region
 
@@ -176,7 +174,7 @@ def _record(name):
     start, verdicts = time.monotonic(), []
     record = {"type": name, "model": "", "not built": "", "verdicts": verdicts}
     cases = [[derivative, way] for derivative in DERIVATIVES for way in WAYS]
-    for part in parts(judge, name, LIMIT, "fork"):
+    for part in parts(judge, name, LIMIT):
         if isinstance(part, str):
             record["model"] = part
         elif isinstance(part, list):
@@ -230,7 +228,7 @@ def report(records):
 
 
 def write(page, records):
-    page.write_text(page.read_text().partition(HEADING)[0] + HEADING + "\n" + report(records))
+    apart.write_below(HEADING, page, report(records))
 
 
 def _described(record):
@@ -238,18 +236,5 @@ def _described(record):
     return record["not built"] or ", ".join(f"{n} {what}" for what, n in counts.items())
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--types", help="names with commas between them; all if not given")
-    parser.add_argument("--jobs", type=int, default=1, help="types that run at a time")
-    parser.add_argument("--json", type=Path, help="results, to go on with and to add to")
-    parser.add_argument("--page", type=Path, help="a page to write the report into")
-    options = parser.parse_args()
-    records = resumed(sweep, options, _described)
-    print(report(records))
-    if options.page:
-        write(options.page, records)
-
-
 if __name__ == "__main__":
-    main()
+    apart.main(__doc__.partition("\n")[0], sweep, _described, report, write)

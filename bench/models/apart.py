@@ -1,5 +1,6 @@
 """Judges a model type in a process of its own, so that a crash or a hang costs only that type."""
 
+import argparse
 import json
 import logging
 import multiprocessing
@@ -9,6 +10,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import torch
 
@@ -21,12 +23,12 @@ def line(error, length=200):
     return re.sub(r"/\S*/", "", text)[:length]
 
 
-def parts(judge, name, limit, start):
+def parts(judge, name, limit):
     """Yields what ``judge(name)`` yields, and at the end why there is no more, or None.
 
-    Processes ``start`` by ``"fork"`` or ``"spawn"``, and have ``limit`` seconds.
+    It has ``limit`` seconds.
     """
-    context = multiprocessing.get_context(start)
+    context = multiprocessing.get_context("fork")
     pipe, end = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(end, judge, name), daemon=True)
     process.start()
@@ -63,7 +65,7 @@ def sweep(record, names, jobs):
         yield from pool.map(record, TYPES if names is None else names)
 
 
-def resumed(sweep, options, describe):
+def _resumed(sweep, options, describe):
     """The records of a sweep, those in the file ``options.json`` first; each is added to it."""
     records, file = [], options.json
     if file and file.exists():
@@ -78,3 +80,22 @@ def resumed(sweep, options, describe):
             with file.open("a") as to:
                 to.write(json.dumps(record) + "\n")
     return records
+
+
+def main(description, sweep, describe, report, write):
+    """Run a sweep from the command line, and print its report, or ``write`` it into a page."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--types", help="names with commas between them; all if not given")
+    parser.add_argument("--jobs", type=int, default=1, help="types that run at a time")
+    parser.add_argument("--json", type=Path, help="results, to go on with and to add to")
+    parser.add_argument("--page", type=Path, help="a page to write the report into")
+    options = parser.parse_args()
+    records = _resumed(sweep, options, describe)
+    print(report(records))
+    if options.page:
+        write(options.page, records)
+
+
+def write_below(heading, page, text):
+    """Put a text below a heading of a page, in place of all that is there."""
+    page.write_text(page.read_text().partition(heading)[0] + heading + "\n" + text)

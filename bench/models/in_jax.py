@@ -7,19 +7,17 @@ gradients of all parameters of a sum over its outputs, by
 too, in both, so that rounding hides nothing.
 """
 
-import argparse
 import statistics
 import textwrap
 import time
 from collections import Counter
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
 import functx
 from bench.models import apart
-from bench.models.apart import line, parts, resumed
+from bench.models.apart import line, parts
 from functx._command import small_models
 from functx.compat._crosscheck.precision import Widened
 
@@ -32,7 +30,7 @@ MEANING = {
     "not judged": "torch itself gives no finite gradients",
     "not run": "no answer",
 }
-HEADING = "## What came of it"
+HEADING = "## What came of it\n"
 # Why a type is no other, where more is known than the message says.
 KNOWN = {
     "flaubert": "it compares lengths of its inputs with an assert (`modeling_flaubert.py:824`)",
@@ -111,7 +109,7 @@ def _judged(name):
 def _record(name):
     """What came of a type, in a process of its own."""
     start, found = time.monotonic(), {}
-    for part in parts(_judged, name, LIMIT, "fork"):
+    for part in parts(_judged, name, LIMIT):
         if isinstance(part, dict):
             found = part
         elif part is not None:
@@ -158,19 +156,13 @@ def report(records):
     return "\n".join(lines) + "\n"
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--types", help="names with commas between them; all if not given")
-    parser.add_argument("--jobs", type=int, default=1, help="types that run at a time")
-    parser.add_argument("--json", type=Path, help="results, to go on with and to add to")
-    parser.add_argument("--page", type=Path, help="a page to write the report into")
-    options = parser.parse_args()
-    records = resumed(sweep, options, lambda r: f"{r['outcome']}: {r.get('detail', '')}")
-    print(report(records))
-    if options.page:
-        before = options.page.read_text().partition(HEADING)[0]
-        options.page.write_text(before + HEADING + "\n\n" + report(records))
+def write(page, records):
+    apart.write_below(HEADING, page, report(records))
+
+
+def _described(record):
+    return f"{record['outcome']}: {record.get('detail', '')}"
 
 
 if __name__ == "__main__":
-    main()
+    apart.main(__doc__.partition("\n")[0], sweep, _described, report, write)
