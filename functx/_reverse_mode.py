@@ -97,7 +97,7 @@ class Pullback:
             RuntimeError: ``cotangents`` has another structure than the output, or the residuals
                 are gone.
         """
-        gradients = self._pull(self.inputs, cotangents, retain_graph, create_graph)
+        gradients = self._pull(cotangents, retain_graph, create_graph)
         # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
         alive = [_torch.alive(gradient) for gradient in gradients]
         return _tree.unflatten(self.inputs_spec, made_inside(alive))
@@ -114,14 +114,10 @@ class Pullback:
         with ExitStack() as hooks:
             for leaf, tensor in enumerate(self.inputs):
                 hooks.callback(tensor.register_hook(partial(_hand_over, receive, leaf)).remove)
-            self._pull(self.inputs, cotangents, retain_graph=False)
+            self._pull(cotangents, retain_graph=False)
 
     def _pull(
-        self,
-        inputs: Sequence[torch.Tensor],
-        cotangents: Any,
-        retain_graph: bool,
-        create_graph: bool | None = None,
+        self, cotangents: Any, retain_graph: bool, create_graph: bool | None = None
     ) -> Sequence[torch.Tensor]:
         flat, spec = _tree.flatten(cotangents)
         if spec != self._outputs_spec:
@@ -134,6 +130,7 @@ class Pullback:
                 "vjp_fn: the residuals are gone, because an earlier call passed "
                 "retain_graph=False; leave it out in all calls but the last"
             )
+        inputs = self.inputs
         taped = [(edge, c) for edge, c in zip(self._edges, flat) if edge is not None]
         if not retain_graph:
             self._edges = None
