@@ -54,7 +54,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # torch's own only.
 from torch.utils._pytree import SUPPORTED_NODES, tree_map, tree_map_only
 
-from functx._torch import SingleLevelFunction, apply_at_level
+from functx._torch import SingleLevelFunction, apply_at_level, fwd_grad_mode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -250,7 +250,14 @@ def redispatch(op: OpOverload, keyset: Any, *args: Any) -> Any:
 
 def plain_apply(cls: Any) -> Callable[..., Any]:
     """``cls.apply`` below what intercepts it."""
-    apply: Callable[..., Any] = super(torch.autograd.function._SingleLevelFunction, cls).apply
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        _application.ours = True
+        try:
+            return super(_Base, cls).apply(*args, **kwargs)
+        finally:
+            _application.ours = False
+
     return apply
 
 
@@ -262,28 +269,62 @@ def apply_function(function: Any, *args: Any) -> Any:
     return apply_at_level(plain_apply(function), *args)
 
 
+_Base: Any = torch.autograd.function._SingleLevelFunction
+_Meta: Any = type(_Base)
 _appliers: dict[int, Callable[..., Any]] = {}  # by thread
 _applying = threading.Lock()
 
 
-def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-    plain = partial(plain_apply(cls), **kwargs) if kwargs else plain_apply(cls)
+class _Application(threading.local):
+    """The ``apply`` of this thread that is reading attributes of its class."""
+
+    ours = False  # it is that of `plain_apply`
+    grad: bool | None = None  # the mode it was called in; None for one of ours
+
+
+_application = _Application()
+
+
+def _read(cls: Any, name: str) -> Any:
+    """An attribute of a Function: its C++ reads ``_backward_cls`` first, ``forward`` last."""
+    found = type.__getattribute__(cls, name)
+    if name == "_backward_cls":
+        _application.grad = None if _application.ours else torch.is_grad_enabled()
+        _application.ours = False
     hook = _appliers.get(threading.get_ident())
-    return plain(*args) if hook is None else hook(cls, plain, args)
+    if name != "forward" or hook is None or _application.grad is None:
+        return found
+    grad, _application.grad = _application.grad, None
+    own = int(cls.setup_context is _Base.setup_context)  # whether a context comes first
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        run = torch.no_grad()(partial(found, *args[:own], **kwargs))
+        with torch.set_grad_enabled(grad), fwd_grad_mode(True):
+            return hook(cls, partial(_with_views, run), args[own:])
+
+    return forward
+
+
+def _with_views(run: Callable[..., Any], *args: Any) -> Any:
+    """Run a forward; tensors that it hands back are views, as ``apply`` makes them."""
+    given = {id(a) for a in args if isinstance(a, torch.Tensor)}
+    out = run(*args)
+    views = [o.view_as(o) if id(o) in given else o for o in (out if type(out) is tuple else (out,))]
+    return tuple(views) if type(out) is tuple else views[0]
 
 
 @contextmanager
 def applying(hook: Callable[..., Any]) -> Iterator[None]:
-    """Let ``hook(cls, apply, args)`` apply the custom Functions of this thread.
+    """Let ``hook(cls, forward, args)`` stand for the forward of custom Functions of this thread.
 
-    ``Function.apply`` passes through no mode; the class below it is changed for as long.
+    ``Function.apply`` passes through no mode, and may lie in a variable of the user's; what it
+    reads of its class is watched for as long.
     """
-    base: Any = torch.autograd.function._SingleLevelFunction
     thread = threading.get_ident()
     with _applying:
         before = _appliers.get(thread)
         _appliers[thread] = hook
-        base.apply = classmethod(_apply)
+        _Meta.__getattribute__ = _read
     try:
         yield
     finally:
@@ -292,7 +333,7 @@ def applying(hook: Callable[..., Any]) -> Iterator[None]:
             if before is not None:
                 _appliers[thread] = before
             elif not _appliers:
-                del base.apply
+                del _Meta.__getattribute__
 
 
 def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor | None]:

@@ -35,6 +35,7 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
     preserve_rng_state: bool | str = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """``function(*args, **kwargs)``, as a region that keeps its inputs and is computed again.
@@ -59,6 +60,8 @@ def checkpoint(
             Torch's ``set_checkpoint_early_stop`` overrules it, as ``set_checkpoint_debug_enabled``
             overrules ``debug``.
         preserve_rng_state: as for `functx.remat`.
+        respect_saved_tensors_hooks: of torch 2.14. What a region keeps is seen by no saved-tensor
+            hooks, so ``True`` is an error; an offload policy moves it.
         **kwargs: keyword arguments of ``function``.
 
     Returns:
@@ -82,6 +85,12 @@ def checkpoint(
     debug = debug if asked_to_debug is None else asked_to_debug
     early_stop = early_stop if asked_to_stop is None else asked_to_stop
     has_contexts = context_fn is not noop_context_fn
+    if respect_saved_tensors_hooks:
+        raise ValueError(
+            "checkpoint: respect_saved_tensors_hooks=True: saved-tensor hooks do not see what a "
+            "region keeps. Leave it out; to keep it in host memory, pass functx.remat a policy "
+            "such as checkpoint_policies.offload_dot_with_no_batch_dims('device', 'pinned_host')."
+        )
     if use_reentrant:
         early_stop = False
         if kwargs:

@@ -175,6 +175,7 @@ def test_a_full_graph_is_refused_by_name():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:FutureWarning")
 @pytest.mark.parametrize("export", [torch.export.export, torch.jit.trace])
 def test_what_is_exported_has_no_regions_and_a_warning_says_so(export):
     net = functx.remat(nn.Sequential(nn.Linear(4, 4).double(), nn.Tanh()))

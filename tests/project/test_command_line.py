@@ -65,7 +65,7 @@ def test_the_doctor_tries_what_is_installed(capsys, tmp_path, monkeypatch):
     monkeypatch.delitem(doctor._CHECKS, "functx.jit")  # compiles, for half a minute
     assert main(["doctor", "--json", "d.json"]) == 0
     found = json.loads((tmp_path / "d.json").read_text())
-    assert found["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["versions"]["torch"])
     assert found["checks"]["vmap(grad(remat))"] == "works"
     assert "torch" in capsys.readouterr().out
     monkeypatch.setitem(doctor._CHECKS, "broken", lambda: 1 / 0)

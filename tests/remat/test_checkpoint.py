@@ -63,6 +63,7 @@ def test_parameters_get_gradients_where_no_argument_requires_one(reentrant):
         ({"context_fn": contextlib.nullcontext}, TypeError, "two context"),
         ({"preserve_rng_state": "no"}, ValueError, "preserve_rng"),
         ({"function": 3}, TypeError, "callable"),
+        ({"respect_saved_tensors_hooks": True}, ValueError, "offload"),
         # As torch's.
         ({"use_reentrant": True, "scale": 2.0}, ValueError, "scale"),
         ({"use_reentrant": True, "debug": True}, ValueError, "use_reentrant=False"),

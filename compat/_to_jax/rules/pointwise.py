@@ -1,8 +1,8 @@
 """Pointwise arithmetic, comparison and logic, with torch's values and derivatives where those jump.
 
-The derivative is zero at zero for ``abs``, one at the bounds of ``clamp``, shared equally at the
-ties of ``maximum`` and ``max``.  A NaN has sign 0; none of its derivative comes through ``clamp``,
-all of it through both sides of ``maximum``, and ``max`` gives it to the NaN.
+The derivative is zero at zero for ``abs``, one at the bounds of ``clamp`` before torch 2.14, shared
+equally at the ties of ``maximum`` and ``max``.  A NaN has sign 0; none of its derivative comes
+through ``clamp``, all of it through both sides of ``maximum``, and ``max`` gives it to the NaN.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.scipy import special
@@ -217,19 +218,35 @@ def _minimum(x: Any, y: Any) -> Any:
     return -_larger(*jnp.broadcast_arrays(-x, -y)) if _floating(x, y) else jnp.minimum(x, y)
 
 
+# Since torch 2.14 the derivative at a bound is that of the bound, if it is a number; else shared.
+_SINCE_2_14 = torch.__version__ >= (2, 14)
+
+
 @rule("clamp", "clamp_min", cast=True)
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     # Selections, not jnp.clip: at a bound the derivative is that of x.
-    if min is not None:
-        x = jnp.where(x >= min, x, jnp.where(jnp.isnan(x), lax.stop_gradient(x), min))
-    if max is not None:
-        x = jnp.where(x <= max, x, jnp.where(jnp.isnan(x), lax.stop_gradient(x), max))
+    for bound, inside in ((min, jnp.greater), (max, jnp.less)):
+        if bound is not None:
+            within = inside(x, bound) | (False if _SINCE_2_14 else x == bound)
+            x = jnp.where(within, x, jnp.where(jnp.isnan(x), lax.stop_gradient(x), bound))
     return x
 
 
-@rule("clamp_max", cast=True)
-def _clamp_max(x: Any, max: Any) -> Any:
-    return _clamp(x, None, max)
+@rule("clamp.Tensor", "clamp_min.Tensor", cast=True)
+def _clamp_by_tensors(x: Any, min: Any = None, max: Any = None) -> Any:
+    if not _SINCE_2_14:
+        return _clamp(x, min, max)
+    x = x if min is None else _maximum(x, min)
+    return x if max is None else _minimum(x, max)
+
+
+rules(
+    {
+        "clamp_max": lambda x, max: _clamp(x, None, max),
+        "clamp_max.Tensor": lambda x, max: _clamp_by_tensors(x, None, max),
+    },
+    cast=True,
+)
 
 
 def _extreme(x: Any, reduce: Any) -> Any:
