@@ -36,6 +36,7 @@ WAYS: dict[str, Callable[[Workload], per_sample.Run]] = {
     "Opacus hooks": per_sample.opacus_hooks,
     "Opacus ghost clipping": per_sample.opacus_ghost,
     "functx": ours,
+    "functx, compile=True": functools.partial(ours, compile=True),
     "functx, chunk_size=4": functools.partial(ours, chunk_size=4),
     "functx, chunk_size=1": functools.partial(ours, chunk_size=1),
     "functx, remat": functools.partial(ours, remat=True),

@@ -23,7 +23,7 @@ from bench.gpu._variants import Arguments, Runner, Setting, Variant, arguments, 
 NAME = "gpt_trace"
 CLAIM = "A step of training of the GPT under the profiler: how busy the device is"
 SECONDS = 60.0
-BATCH, TOY_BATCH = 16, 2
+BATCH, TOY_BATCH = 64, 2
 TRACED = ["plain", "torch.utils.checkpoint", "functx.remat"]
 DRAWN = "functx.remat"
 REGION = "remat: "  # how names of regions begin

@@ -73,7 +73,7 @@ def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals)
         except (RuntimeError, TypeError, ValueError) as error:
             # Code that wants a gradient's memory, not its numbers, can't have that of a product
             # which was not computed. Errors of other causes come again.
-            if not mode.made or is_out_of_memory(error):
+            if not mode.factors or is_out_of_memory(error):
                 raise
         hints[key] = False
         arrivals = replace(arrivals)

@@ -136,25 +136,22 @@ class KeepFactors(_torch.TorchDispatchMode):
         self._size = size
         self._pauses = 0  # regions that run again, for one: these compute activations, no gradients
         # The memory of factors; as long as there is such a reference, no other has its key.
-        self._factors: dict[int, Any] = {}
-        self.made = 0  # products not computed
+        self.factors: dict[int, Any] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._factors and func._schema.is_mutable:
+        if self.factors and func._schema.is_mutable:
             self._check((args, kwargs))
         if OuterProduct in types:
             return _run(func, args, kwargs)
-        term = None if self._pauses or kwargs else self._term(func, args)
-        if term is None:
+        if self._pauses or kwargs or (term := self._term(func, args)) is None:
             return func(*args, **kwargs)
-        self.made += 1
         for factor in term:
             values = factor.index if isinstance(factor, OneHot) else factor
             reference = _torch.StorageWeakRef(values.untyped_storage())
-            self._factors[_torch.storage_address(values)] = reference
+            self.factors[_torch.storage_address(values)] = reference
         products = _Products([term])
         whole = products.whole
         if args[0].dim() == 2 or func is aten.embedding_dense_backward.default:
@@ -169,19 +166,24 @@ class KeepFactors(_torch.TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No product is left out inside."""
+        """No product is left out inside, nor is an operation looked at if the mode is on top."""
+        top = _torch.pop_dispatch_mode(None)
+        if top is not self:
+            _torch.push_dispatch_mode(top)
         self._pauses += 1
         try:
             yield
         finally:
             self._pauses -= 1
+            if top is self:
+                _torch.push_dispatch_mode(self)
 
     def _check(self, args: Any) -> None:
         """Raises if an operation in place has a factor: the product should have been taken."""
         for arg in _tree.leaves(args):
             if type(arg) is OuterProduct or not isinstance(arg, torch.Tensor):
                 continue
-            if _torch.storage_address(arg) in self._factors:
+            if _torch.storage_address(arg) in self.factors:
                 raise RuntimeError("a factor of a gradient is written to in place")
 
     def _term(self, func: Any, args: tuple[Any, ...]) -> Term | None:
@@ -213,7 +215,6 @@ class KeepFactors(_torch.TorchDispatchMode):
         if not regular or by_count or not _plain([gradient]) or (padding >= 0 and size > 1):
             return None
         index = index.reshape(size, -1)
-        # (A row is an index here.)
         if 4 * index.shape[1] >= table:
             return None
         index = index - torch.arange(size, device=index.device).unsqueeze(1) * table
@@ -271,8 +272,7 @@ def _without_row(left: Factor, right: Factor, row: int) -> Term:
     if isinstance(left, OneHot):
         assert isinstance(right, torch.Tensor)
         return left, right.masked_fill((left.index == row).unsqueeze(2), 0)
-    column = torch.tensor([row], device=left.device)
-    return left.index_fill(2, column, 0), right
+    return left.index_fill(2, torch.tensor([row], device=left.device), 0), right
 
 
 def _added(one: OuterProduct, other: OuterProduct) -> list[Term]:
