@@ -23,10 +23,9 @@ from bench.gpu._variants import Arguments, Runner, Setting, Variant, arguments, 
 NAME = "gpt_trace"
 CLAIM = "A step of training of the GPT under the profiler: how busy the device is"
 SECONDS = 60.0
-BATCH, TOY_BATCH = 64, 2
+BATCH, TOY_BATCH = 16, 2
 TRACED = ["plain", "torch.utils.checkpoint", "functx.remat"]
 DRAWN = "functx.remat"
-REGION = "remat: "  # how names of regions begin
 
 Span = tuple[float, float]  # microseconds
 
@@ -47,24 +46,21 @@ def total(spans: Iterable[Span]) -> float:
     return sum(end - start for start, end in union(spans))
 
 
-def spans_of(events: Iterable[Any], device: str) -> tuple[list[Span], list[Span], list[Span]]:
-    """When the device computes, when the CPU is at work, and when it is inside of regions.
+def spans_of(events: Iterable[Any], device: str) -> tuple[list[Span], list[Span]]:
+    """When the device computes, and when the CPU is at work.
 
     On the CPU, operations stand for what a device would compute.
     """
-    kernels, calls, regions = [], [], []
+    kernels, calls = [], []
     for event in events:
         span = (event.time_range.start, event.time_range.end)
         if event.device_type == DeviceType.CUDA:
-            if not event.name.startswith(REGION):  # shown there too, from first kernel to last
-                kernels.append(span)
+            kernels.append(span)
         else:
             calls.append(span)
-            if event.name.startswith(REGION):
-                regions.append(span)
-            elif device == "cpu" and event.name.startswith("aten::"):
+            if device == "cpu" and event.name.startswith("aten::"):
                 kernels.append(span)
-    return kernels, calls, regions
+    return kernels, calls
 
 
 def traced(setting: Setting, way: str) -> dict[str, Any]:
@@ -86,18 +82,16 @@ def traced(setting: Setting, way: str) -> dict[str, Any]:
             torch.cuda.synchronize()
     # Waiting for the device is no work.
     events = [e for e in found.events() if "Synchronize" not in e.name and "Profiler" not in e.name]
-    kernels, calls, regions = spans_of(events, setting.device)
+    kernels, calls = spans_of(events, setting.device)
     start, last_call = min(s for s, _ in calls), max(e for _, e in calls)
     end = max(e for _, e in kernels)
     if way == DRAWN and setting.given.get("picture"):
-        lanes = {"kernels": kernels, "in regions": regions, "CPU": calls}
-        draw(Path(setting.given["picture"]), lanes, start)
+        draw(Path(setting.given["picture"]), {"kernels": kernels, "CPU": calls}, start)
     return {
         "seconds": (end - start) / 1e6,
         "busy": total(kernels) / (end - start),
         "kernels": len(kernels),
         "ahead": max(0.0, end - last_call) / 1e6,
-        "in_regions": total(regions) / 1e6,
     }
 
 
@@ -127,7 +121,6 @@ COLUMNS = [
     Column("seconds_ratio", "to plain", ".2f"),
     Column("busy", "device busy", ".0%"),
     Column("kernels", "kernels", ".0f"),
-    Column("in_regions", "CPU in regions, ms", ".1f", 1e-3),
     Column("ahead", "CPU ahead at the end, ms", ".1f", 1e-3),
 ]
 
