@@ -73,6 +73,20 @@ def u_net():
     return blocks, (torch.randn(4, 3, 32, 32),)
 
 
+class Chain(nn.Module):
+    """A network as one module, with control flow of its own."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.order = list(blocks)
+        self.blocks = nn.ModuleList(b for b in self.order if isinstance(b, nn.Module))
+
+    def forward(self, x):
+        for block in self.order:
+            x = block(x)
+        return x
+
+
 NETWORKS = {"mlp": mlp, "transformer": transformer, "conv net": conv_net, "u-net": u_net}
 
 

@@ -12,23 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functx
 
-from .networks import NETWORKS, there_and_back
+from .networks import NETWORKS, Chain, there_and_back
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
-
-
-class Chain(nn.Module):
-    """A network as one module, with control flow of its own."""
-
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(b for b in blocks if isinstance(b, nn.Module))
-        self.order = list(blocks)
-
-    def forward(self, x):
-        for block in self.order:
-            x = block(x)
-        return x
 
 
 SHARES = {"mlp": 0.7, "transformer": 0.8, "conv net": 0.85, "u-net": 0.85}

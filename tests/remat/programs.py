@@ -6,9 +6,10 @@ A program takes ``remat`` and returns tensors. The reference is the same program
 import random
 
 import numpy as np
+import pytest
 import torch
 from cases import identity, numbers
-from references import Operations, count, no_garbage_collection
+from references import Operations, assert_same, count, no_garbage_collection
 from torch.utils import _pytree as pytree
 
 import functx
@@ -42,10 +43,6 @@ def kept_bytes(f, *args):
         held = operations.live
         del result
         return held, operations.live
-
-
-def total(tree):
-    return sum(t.sum() for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
 
 
 def by_backward(loss, x, *rest):
@@ -98,19 +95,15 @@ STACKS = {
 }
 
 
+QUICK = ("backward", "grad(grad)", "vmap(grad)", "vjp")
+every_stack = pytest.mark.parametrize(
+    "stack", [pytest.param(s, marks=() if s in QUICK else pytest.mark.sweep) for s in STACKS]
+)
+
+
 def same(actual, expected, exact=False):
     """Two pytrees are equal: to 12 digits, or bit by bit where that is asked for."""
-    ours, spec = pytree.tree_flatten(actual)
-    theirs, expected_spec = pytree.tree_flatten(expected)
-    assert spec == expected_spec
-    bits = {"rtol": 0, "atol": 0}
-    for a, b in zip(ours, theirs, strict=True):
-        rounded = isinstance(b, torch.Tensor) and b.dtype in (torch.float64, torch.complex128)
-        close = bits if exact or not rounded else {"rtol": 1e-12, "atol": 1e-12}
-        if isinstance(b, torch.Tensor):
-            torch.testing.assert_close(a, b, **close)
-        else:
-            assert a == b
+    assert_same(actual, expected, 0.0 if exact else 4096.0)
 
 
 def seeded(program, remat):

@@ -1,6 +1,5 @@
 """Rule 3: departures of a replay, and inputs written to since, are errors that say where."""
 
-import random
 import re
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -161,34 +160,6 @@ def test_under_transforms(name, stack):
 def test_in_a_region_in_a_region(name):
     with pytest.raises(functx.ReplayError):
         differentiate("grad", lambda a, b: functx.remat(ALL[name].f)(a.sin(), b).exp())
-
-
-class TestWhereRandomDecides:
-    """Of two branches that look alike, the replay must take the forward's."""
-
-    @staticmethod
-    def branch(a, b):
-        p, q = a * 2, b * 3
-        return (p if random.random() < 0.5 else q).sin()
-
-    @pytest.mark.parametrize("stack", ["backward", "vmap(grad)"])
-    def test_it_is_right_or_an_error(self, stack):
-        messages = []
-        for seed in range(12):
-
-            def loss(a, f, seed=seed):
-                random.seed(seed)
-                return f(a, a.cos()).sum()
-
-            expected = STACKS[stack](lambda a: loss(a, self.branch), X)
-            try:
-                ours = STACKS[stack](lambda a: loss(a, functx.remat(self.branch)), X)
-            except functx.ReplayError as error:
-                messages.append(str(error))
-            else:
-                same(ours, expected)
-        assert 0 < len(messages) < 12
-        assert all("sin" in message for message in messages)
 
 
 def rows(x):

@@ -10,12 +10,12 @@ from functools import cache
 
 import pytest
 import torch
-from references import assert_same
-from torch.utils import _pytree as pytree
+from cases import apply
+from references import assert_same, total
 
 import functx
 
-from .programs import identity, numbers, same, total
+from .programs import by_backward, identity, numbers, same
 
 TRANSFORMS = ("vmap", "grad", "jvp", "vjp", "jacrev", "jacfwd", "hessian")
 ORDER = {"vmap": 0, "hessian": 2}  # the others differentiate once
@@ -47,29 +47,6 @@ def tree(x, remat):
 FUNCTIONS = {"layer": layer, "closure": closure, "tree": tree}
 
 
-def apply(name, f):
-    """``f``, a function of a tensor, under a transform: again one."""
-
-    flat = lambda x: torch.cat([t.reshape(-1) for t in pytree.tree_leaves(f(x))])
-    like = lambda x, start: numbers(*x.shape, start=start)
-    if name == "vmap":
-        return functx.vmap(f)
-    if name == "grad":
-        return functx.grad(lambda x: total(f(x)))
-    if name == "hessian":
-        return functx.hessian(lambda x: total(f(x)))
-    if name == "jvp":
-        return lambda x: sum(functx.jvp(f, (x,), (like(x, 0.5),)))
-    if name == "vjp":
-
-        def vjp(x):
-            out, pullback = functx.vjp(flat, x)
-            return pullback(like(out, 0.7))[0] * x
-
-        return vjp
-    return getattr(functx, name)(flat)
-
-
 def run(name, stack, places, remat):
     """Values of a stack, given innermost first, and the gradient of their sum.
 
@@ -78,7 +55,7 @@ def run(name, stack, places, remat):
     f = lambda x: FUNCTIONS[name](x, remat if places else identity)
     f = remat(f) if 0 in places else f
     for place, transform in enumerate(stack, start=1):
-        f = apply(transform, f)
+        f = apply(functx, transform, f)
         f = remat(f) if place in places else f
     x = numbers(*(2,) * (1 + stack.count("vmap"))).requires_grad_()
     out = f(x)
@@ -136,10 +113,7 @@ def test_in_plain_autograd(name, places):
     same(run(name, (), places, functx.remat), reference(name, ()))
 
 
-VECTOR = numbers(4)
-
-
-def nested(depth, remat=functx.remat):
+def nested(depth, remat):
     """``sin`` of ``x * 1.1`` again and again, one region in another."""
 
     f = lambda x: (x * 1.1).sin()
@@ -148,30 +122,29 @@ def nested(depth, remat=functx.remat):
     return f
 
 
-def plain(depth):
-    return nested(depth, lambda f: f)
+def fifty_in_each_other_at_the_base_level(remat):
+    return by_backward(lambda x: nested(50, remat)(x).sum(), numbers(4))
 
 
-def test_fifty_at_the_base_level():
-    def gradient(f):
-        x = VECTOR.clone().requires_grad_()
-        return torch.autograd.grad(f(x).sum(), x)
-
-    assert_same(gradient(nested(50)), gradient(plain(50)), eps=8)
+def twenty_under_three_transforms(remat):
+    gradient = functx.grad(lambda x: nested(20, remat)(x).sum())
+    return functx.vmap(functx.vmap(gradient))(numbers(2, 2, 4))
 
 
-def test_twenty_under_three_transforms():
-    def gradient(f):
-        return functx.vmap(functx.vmap(functx.grad(lambda x: f(x).sum())))(numbers(2, 2, 4))
+def a_hundred_in_a_row(remat):
+    x = y = numbers(4).requires_grad_()
+    for _ in range(100):
+        y = remat(lambda y: (y * 1.1).sin())(y)
+    return torch.autograd.grad(y.sum(), x)
 
-    assert_same(gradient(nested(20)), gradient(plain(20)), eps=64)
+
+MANY = [
+    fifty_in_each_other_at_the_base_level,
+    twenty_under_three_transforms,
+    a_hundred_in_a_row,
+]
 
 
-def test_a_hundred_in_a_row():
-    def chain(remat):
-        x = y = VECTOR.clone().requires_grad_()
-        for _ in range(100):
-            y = remat(lambda y: (y * 1.1).sin())(y)
-        return torch.autograd.grad(y.sum(), x)
-
-    assert_same(chain(functx.remat), chain(lambda f: f))
+@pytest.mark.parametrize("program", MANY, ids=lambda f: f.__name__)
+def test_many_regions(program):
+    assert_same(program(functx.remat), program(identity), eps=64)

@@ -107,12 +107,28 @@ def seeded(program):
     return program()
 
 
-def in_a_thread(f):
+def start(f, what="the thread"):
+    """``f()`` in a thread of its own, and a function that waits for what it returns or raises."""
     found = []
-    thread = threading.Thread(target=lambda: found.append(f()), daemon=True)
+
+    def run():
+        try:
+            found.append((f(), None))
+        except BaseException as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(PATIENCE)
-    return found
+
+    def result():
+        thread.join(PATIENCE)
+        assert found, f"{what} hangs"
+        value, error = found[0]
+        if error is not None:
+            raise error
+        return value
+
+    return result
 
 
 def check(name, points):
@@ -129,9 +145,9 @@ def check(name, points):
         assert after == before, f"interrupted at {where} ({at} of {calls})"
         assert nn.Linear(2, 2)(torch.ones(2)).shape == (2,)
         # in turn: this thread has its own stacks and thread-locals, another one waits for locks
-        again = [seeded(program)] if number % 2 else in_a_thread(lambda: seeded(program))
-        assert again, f"the next run hangs, interrupted at {where}"
-        assert_same(again[0], expected, eps=8)
+        run = lambda: seeded(program)
+        again = run() if number % 2 else start(run, f"the next run, interrupted at {where},")()
+        assert_same(again, expected, eps=8)
 
 
 # Slow: each point is a run of a program, in a process of its own.
@@ -209,34 +225,6 @@ def test_a_failed_replay_has_drawn_nothing_and_can_be_tried_again():
     assert x.grad.abs().sum() > 0
 
 
-VECTOR = numbers(4)
-SECONDS = 20  # seconds until a thread that waits for ever is given up; no result depends on it
-
-
-def start(f):
-    """``f()`` in a thread of its own, and a function that waits for what it returns or raises."""
-    found = []
-
-    def run():
-        try:
-            found.append((f(), None))
-        except BaseException as error:
-            found.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def result():
-        thread.join(SECONDS)
-        assert found, "the thread hangs"
-        value, error = found[0]
-        if error is not None:
-            raise error
-        return value
-
-    return result
-
-
 elsewhere = lambda f: start(f)()
 noisy = lambda x: dropout(x.sin(), 0.5).exp()
 
@@ -245,7 +233,7 @@ class TestPulledBackElsewhere:
     def test_a_backward(self):
         def program(remat):
             torch.manual_seed(4)
-            w, x = numbers(4, start=1.0).requires_grad_(), VECTOR.clone().requires_grad_()
+            w, x = numbers(4, start=1.0).requires_grad_(), X.clone().requires_grad_()
             value = remat(lambda x: remat(noisy)(x) * w)(x).sum()
             gradients = elsewhere(lambda: torch.autograd.grad(value, (w, x)))
             return gradients, torch.rand(3)
@@ -256,8 +244,8 @@ class TestPulledBackElsewhere:
         def program(remat):
             torch.manual_seed(4)
             w = numbers(4, start=1.0).requires_grad_()
-            _, pullback = functx.vjp(remat(lambda x: noisy(x) * w), VECTOR)
-            first = [pullback(VECTOR), elsewhere(lambda: pullback(VECTOR)), pullback(VECTOR)]
+            _, pullback = functx.vjp(remat(lambda x: noisy(x) * w), X)
+            first = [pullback(X), elsewhere(lambda: pullback(X)), pullback(X)]
             return first, elsewhere(lambda: torch.autograd.grad(first[1][0].sum(), w))
 
         same(program)
@@ -297,7 +285,7 @@ class TestInsideAReplay:
 
     def test_a_forward_here_and_its_backward_in_another_thread(self):
         def program(remat):
-            x = VECTOR.clone().requires_grad_()
+            x = X.clone().requires_grad_()
 
             def region(x):
                 y = x.detach().requires_grad_()
@@ -319,7 +307,7 @@ def together(work):
     barrier = threading.Barrier(THREADS)
 
     def run(i):
-        barrier.wait(SECONDS)
+        barrier.wait(PATIENCE)
         return [work(i) for _ in range(STEPS)]
 
     return [result() for result in [start(lambda i=i: run(i)) for i in range(THREADS)]]

@@ -6,13 +6,22 @@ import random
 import numpy as np
 import pytest
 import torch
-from references import count
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout
 
 import functx
 
-from .programs import STACKS, X, batch, by_backward, check, identity, numbers, same
+from .programs import (
+    QUICK,
+    STACKS,
+    X,
+    batch,
+    by_backward,
+    check,
+    every_stack,
+    identity,
+    numbers,
+    same,
+)
 
 SOME = ["backward", "vmap(grad)", "grad(grad)"]
 some_stacks = pytest.mark.parametrize("stack", SOME)
@@ -93,36 +102,6 @@ def test_the_default_device(stack):
     check(program)
 
 
-@some_stacks
-def test_a_part_without_grad_mode_stays_one(stack):
-    def f(x):
-        with torch.no_grad():
-            scale = x.exp()
-            assert not torch.is_grad_enabled()
-        return (x.sin() if torch.is_grad_enabled() else x).sin() * scale
-
-    check(lambda remat: STACKS[stack](lambda x: remat(f)(x).sum(), X))
-
-
-def attention(x):
-    q = x * torch.ones(1, 2, 4, 1, dtype=x.dtype)
-    return torch.nn.functional.scaled_dot_product_attention(q, q.sin(), q.cos())
-
-
-@pytest.mark.parametrize("stack", ["double backward", "vmap(grad)"])
-def test_attention_runs_by_the_backend_chosen_around_the_forward(stack):
-    def program(remat):
-        def loss(x):
-            with sdpa_kernel(SDPBackend.MATH):
-                return remat(attention)(x).sin().sum()
-
-        return STACKS[stack](loss, X)
-
-    check(program)
-    counts = count(program, functx.remat)
-    assert not any("flash" in name for name in counts)
-
-
 class TestAutocast:
     """Gradients that a cast weight gets in two places may be added in bfloat16 or float32."""
 
@@ -169,12 +148,6 @@ class TestAutocast:
         )
         same(ours[0], plain[0], exact=True)
         torch.testing.assert_close(ours[1], plain[1], rtol=0.05, atol=0.05)
-
-
-QUICK = ("backward", "grad(grad)", "vmap(grad)", "jvp(grad)")
-every_stack = pytest.mark.parametrize(
-    "stack", [pytest.param(s, marks=() if s in QUICK else pytest.mark.sweep) for s in STACKS]
-)
 
 
 def noisy(x):
