@@ -17,14 +17,13 @@ def arrays(tree):
 
 
 def assert_close(got, expected, rtol=2e-6):
-    """Compare a pytree of JAX arrays with one of torch tensors, relative to the largest entry."""
+    """Compare pytrees of arrays, of JAX or torch, relative to the largest entry of each."""
     a, b = jax.tree_util.tree_leaves(got), jax.tree_util.tree_leaves(expected)
-    assert len(a) == len(b)
-    for x, y in zip(a, b):
-        y = y.detach().numpy()
+    for x, y in zip(a, b, strict=True):
+        x, y = (np.asarray(v.detach() if isinstance(v, torch.Tensor) else v) for v in (x, y))
         assert x.shape == y.shape
         scale = max(np.abs(y).max(initial=0), 1e-2)
-        np.testing.assert_allclose(np.asarray(x), y, rtol=0, atol=rtol * scale)
+        np.testing.assert_allclose(x, y, rtol=0, atol=rtol * scale)
 
 
 def count_dots(f, *args, barriers=True):

@@ -1,6 +1,11 @@
-"""What tests of `functx.jit` share: a backend that compiles nothing, a gradient from outside."""
+"""What tests share: a backend that compiles nothing, a gradient from outside, two functions."""
 
 import torch
+from cases import numbers
+from torch import nn
+
+WEIGHTS = numbers(3, 4, 4)
+LAYER = nn.LayerNorm(4).double()
 
 
 def as_traced(module, _):
@@ -14,3 +19,17 @@ def backward(f):
         return torch.autograd.grad(f(x), x)[0]
 
     return gradient
+
+
+def writes(region):
+    def f(x):
+        y = (x @ WEIGHTS[0]).clone()
+        y.mul_(2).add_(1)
+        y[0].sin_()
+        return torch.cos(y).sum()
+
+    return region(f)
+
+
+def norm(region):
+    return region(lambda x: LAYER(torch.tanh(x @ WEIGHTS[0])).cos().sum())

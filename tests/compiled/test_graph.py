@@ -237,16 +237,6 @@ def test_a_budget_is_kept_and_the_least_possible_is_possible():
     assert peak <= least + 64 < 0.65 * most
 
 
-def test_a_budget_of_regions_in_eager_is_kept():
-    regions = functx.apply_remat(net(), Block)
-    params, model = dict(regions.named_parameters()), net()
-    eager = functx.memory.peak(step_of(regions), params, X)
-    joint, args = by_make_fx(model)
-    (found, peak), (expected, most) = (ran(g, args) for g in (remat(joint, budget=eager), joint))
-    assert peak <= eager < 0.7 * most
-    assert all(map(torch.equal, found, expected))
-
-
 def test_ones_of_the_forward_are_no_cotangent():
     def f(x):
         return (torch.sin(x) * torch.ones_like(x).tril()).sum()

@@ -15,10 +15,7 @@ from functx import _torch
 from functx._torch import compiler
 from functx.compat import random
 
-from .jitted import as_traced, backward
-
-WEIGHTS = numbers(3, 4, 4)
-LAYER = nn.LayerNorm(4).double()
+from .jitted import WEIGHTS, as_traced, backward, norm, writes
 
 
 def chain(region):
@@ -28,20 +25,6 @@ def chain(region):
         return x.square().sum()
 
     return f
-
-
-def writes(region):
-    def f(x):
-        y = (x @ WEIGHTS[0]).clone()
-        y.mul_(2).add_(1)
-        y[0].sin_()
-        return torch.cos(y).sum()
-
-    return region(f)
-
-
-def norm(region):
-    return region(lambda x: LAYER(torch.tanh(x @ WEIGHTS[0])).cos().sum())
 
 
 def two_results(region):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from cases import numbers
+from cases import identity, numbers
 from functorch.compile import aot_function, default_partition, make_boxed_func
 from references import assert_same, count
 from torch import nn
@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
 import functx
+
+from .jitted import norm, writes
 
 aten = torch.ops.aten
 MODES = ["real", "fake", "symbolic"]
@@ -87,19 +89,11 @@ def test_a_joint_graph_of_aot_recomputes_in_its_backward(saved):
 
 
 def stacks():
-    layer = nn.LayerNorm(4).double()
-
-    def in_place(x):
-        y = (x @ FIRST).clone()
-        y.mul_(2).add_(1)
-        y[0].sin_()
-        return torch.cos(y).sum()
-
     inner = functx.remat(lambda x: torch.cos(x @ FIRST).exp())
     functions = {
-        "in place": in_place,
+        "in place": writes(identity),
         "nested": lambda x: torch.sin(inner(x) @ SECOND).sum(),
-        "a module": lambda x: layer(torch.tanh(x)).cos().sum(),
+        "a module": norm(identity),
         "data": lambda x: (x.sin() * torch.tensor([1.0, 2, 3, 4]).double()).cos().sum(),
         "views": lambda x: x.sin().t()[1:].unsqueeze(0).square().sum(),
     }

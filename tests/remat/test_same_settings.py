@@ -50,6 +50,7 @@ FLAGS = {
     ),
     "flash attention": (CUDA, "flash_sdp_enabled", "enable_flash_sdp", False),
     "memory-efficient": (CUDA, "mem_efficient_sdp_enabled", "enable_mem_efficient_sdp", False),
+    "cudnn attention": (CUDA, "cudnn_sdp_enabled", "enable_cudnn_sdp", False),
     "math attention": (CUDA, "math_sdp_enabled", "enable_math_sdp", False),
 }
 

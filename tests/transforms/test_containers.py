@@ -96,29 +96,16 @@ def test_forward_mode_takes_what_torch_takes(run):
         functx.jvp(lambda x: x, (1.0,), (X,))
 
 
-PARAMS = {"a": numbers(3), "b": numbers(3, start=2.0)}
-BATCH = {"u": numbers(3), "v": numbers(4, 3)}
-fit = lambda p, x: (p["a"] * x["u"]).sin().sum() + (p["b"] * x["v"]).cos().sum()
-turned = lambda tree: dict(reversed(tree.items()))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_norm": {"a": 100.0, "b": 0.1}},
-        {"max_norm": {"x": 100.0, "y": 0.1}, "groups": {"a": "x", "b": "y"}},
-    ],
-    ids=["thresholds", "groups"],
-)
-def test_thresholds_and_groups_go_by_key(options):
-    dims = (None, {"u": None, "v": 0})
-    expected = per_sample.clipped_sum(fit, in_dims=dims, **options)(PARAMS, BATCH)
-    each = functx.vmap(functx.grad(fit), dims)(PARAMS, BATCH)
-    assert_same(expected["a"], each["a"].sum(0), eps=8)
+def test_in_dims_and_thresholds_go_by_key():
+    params = {"a": numbers(3), "b": numbers(3, start=2.0)}
+    batch, dims = {"u": numbers(3), "v": numbers(4, 3)}, (None, {"u": None, "v": 0})
+    fit = lambda p, x: (p["a"] * x["u"]).sin().sum() + (p["b"] * x["v"]).cos().sum()
+    turned = lambda tree: dict(reversed(tree.items()))
+    each, limits = functx.vmap(functx.grad(fit), dims)(params, batch), {"a": 100.0, "b": 0.1}
     scale = (0.1 / each["b"].norm(dim=1)).clamp(max=1)
-    assert_same(expected["b"], (each["b"] * scale[:, None]).sum(0), eps=8)
-    for key in options:
-        other = options | {key: turned(options[key])}
-        assert_same(per_sample.clipped_sum(fit, in_dims=dims, **other)(PARAMS, BATCH), expected)
-    found = per_sample.clipped_sum(fit, in_dims=(None, turned(dims[1])), **options)
-    assert_same(found(turned(PARAMS), turned(BATCH)), turned(expected))
+    expected = {"a": each["a"].sum(0), "b": (each["b"] * scale[:, None]).sum(0)}
+    for limit, groups in ((turned(limits), {}), (limits, {"groups": {"b": "b", "a": "a"}})):
+        f = per_sample.clipped_sum(fit, in_dims=dims, max_norm=limit, **groups)
+        assert_same(f(params, batch), expected, eps=8)
+        f = per_sample.clipped_sum(fit, in_dims=(None, turned(dims[1])), max_norm=limit, **groups)
+        assert_same(f(turned(params), turned(batch)), turned(expected), eps=8)

@@ -1,5 +1,7 @@
 """functx's transforms, policies and loops of JAX arrays are JAX's; a mixture is refused."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,11 @@ import functx
 from functx import checkpoint_policies as ours
 from functx.compat import from_jax, to_jax
 
+from .. import helpers
+
 X = jnp.linspace(-1.0, 2.0, 12).reshape(4, 3)
 W = jnp.array([0.5, -1.0, 2.0])
+assert_close = partial(helpers.assert_close, rtol=1e-4)
 
 
 g = lambda w, x: jnp.tanh(w * x) + jnp.sin(x) * w
@@ -271,11 +276,6 @@ def scan_loss(scan):
     return f
 
 
-def close(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), a, b)
-
-
 def scanned(**options):
     return lambda carry, xs: functx.remat_scan(scan_body, carry, xs, **options)
 
@@ -292,13 +292,13 @@ def scanned(**options):
 def test_a_scan_is_that_of_jax(slots, reverse):
     ours = scanned(reverse=reverse, slots=slots)
     theirs = lambda carry, xs: jax.lax.scan(scan_body, carry, xs, reverse=reverse)
-    close(ours(START, XS), theirs(START, XS))
-    close(*(jax.grad(scan_loss(f), (0, 1))(START, XS) for f in (ours, theirs)))
+    assert_close(ours(START, XS), theirs(START, XS))
+    assert_close(*(jax.grad(scan_loss(f), (0, 1))(START, XS) for f in (ours, theirs)))
     if slots == 22:
         f, g, rows = scan_loss(ours), scan_loss(theirs), jnp.stack([START, 2 * START])
-        close(*(functx.vmap(functx.grad(h), (0, None))(rows, XS) for h in (f, g)))
-        close(*(jax.jit(jax.jacfwd(jax.grad(h)))(START, XS) for h in (f, g)))
-        close(*(functx.jvp(h, (START, XS), (START, XS)) for h in (f, g)))
+        assert_close(*(functx.vmap(functx.grad(h), (0, None))(rows, XS) for h in (f, g)))
+        assert_close(*(jax.jit(jax.jacfwd(jax.grad(h)))(START, XS) for h in (f, g)))
+        assert_close(*(functx.jvp(h, (START, XS), (START, XS)) for h in (f, g)))
 
 
 # Of 23 steps by scans of 23; 5 and 5; 3, 3 and 3; 2, 2, 2, 2 and 2.
@@ -325,14 +325,14 @@ def test_a_loop_is_a_scan_of_its_carry():
             x = jnp.tanh(x @ MATRIX)
         return x.sum()
 
-    close(*(jax.grad(f)(START) for f in (ours, theirs)))
-    close(jax.grad(ours)(START), jax.grad(lambda x: ours(x, slots=6))(START))
-    close(ours(START, 0), START.sum())
+    assert_close(*(jax.grad(f)(START) for f in (ours, theirs)))
+    assert_close(jax.grad(ours)(START), jax.grad(lambda x: ours(x, slots=6))(START))
+    assert_close(ours(START, 0), START.sum())
     assert "scan" in str(jax.make_jaxpr(ours)(START))
     # One that counts in Python is unrolled.
     weights = [MATRIX, MATRIX * 2, MATRIX * 3]
     step = lambda s: (s[0] + 1, s[1] @ weights[s[0]])
-    close(functx.remat_loop(step, (0, START), 3), (3, START @ MATRIX @ MATRIX @ MATRIX * 6))
+    assert_close(functx.remat_loop(step, (0, START), 3), (3, START @ MATRIX @ MATRIX @ MATRIX * 6))
 
 
 def test_a_loop_with_a_condition():
@@ -342,10 +342,10 @@ def test_a_loop_with_a_condition():
         )
 
     numbers = jnp.array([4.0, 9.0, 16.0])
-    close(functx.vmap(root)(numbers), jnp.sqrt(numbers))
-    close(jax.jit(jax.jvp, static_argnums=0)(root, (4.0,), (1.0,)), (2.0, 0.25))
+    assert_close(functx.vmap(root)(numbers), jnp.sqrt(numbers))
+    assert_close(jax.jit(jax.jvp, static_argnums=0)(root, (4.0,), (1.0,)), (2.0, 0.25))
     bounded = functx.vmap(functx.grad(lambda a: root(a, steps=20)))(numbers)
-    close(bounded, 0.5 / jnp.sqrt(numbers))
+    assert_close(bounded, 0.5 / jnp.sqrt(numbers))
     with pytest.raises(ValueError, match="Reverse-mode"):
         functx.grad(root)(numbers[0])
 
@@ -357,6 +357,6 @@ def test_wrong_use_says_what_to_do():
         functx.remat_scan(scan_body, START, XS, 4)
     with pytest.raises(TypeError, match="expected a callable, got 3"):
         functx.remat_loop(lambda x: x, START, 3, cond=3)
-    close(functx.remat_scan(lambda c, _: (c * 2, None), START, length=4)[0], START * 16)
+    assert_close(functx.remat_scan(lambda c, _: (c * 2, None), START, length=4)[0], START * 16)
     empty = {"a": jnp.zeros((0, 3))}
     assert functx.remat_scan(scan_body, START, empty)[1]["sum"].shape == (0,)

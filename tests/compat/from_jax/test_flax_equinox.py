@@ -4,6 +4,7 @@ Each is trained three steps by plain gradient descent in both frameworks, and mu
 """
 
 import copy
+from functools import partial
 
 import equinox as eqx
 import flax.linen as linen
@@ -17,9 +18,12 @@ from flax import nnx
 import functx
 from functx.compat import from_jax, module_from_jax
 
+from .. import helpers
+
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 Y = np.linspace(1, 0, 16, dtype=np.float32).reshape(8, 2)
 RATE = 0.1
+assert_close = partial(helpers.assert_close, rtol=2e-5)
 
 
 class LinenBlock(linen.Module):
@@ -73,12 +77,6 @@ def trained_in_jax(fn, params, steps=3):
     return params
 
 
-def assert_same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_as_in_jax_and_has_its_per_example_gradients(name):
     fn, params = MODELS[name]()
@@ -90,14 +88,13 @@ def test_a_model_trains_as_in_jax_and_has_its_per_example_gradients(name):
         optimizer.zero_grad()
         (forward(x) - y).square().mean().backward()
         optimizer.step()
-    assert_same(net.jax_params(), trained_in_jax(fn, params))
-    assert_same(params, MODELS[name]()[1])  # the model's own arrays are as they were
+    assert_close(net.jax_params(), trained_in_jax(fn, params))
+    assert_close(params, MODELS[name]()[1])  # the model's own arrays are as they were
     loss = lambda weights, x: torch.func.functional_call(net, weights, (x[None],)).square().mean()
     got = functx.vmap(functx.grad(loss), (None, 0))(dict(net.named_parameters()), x)
     gradient = jax.grad(lambda p, x: jnp.mean(fn(p, x[None]) ** 2))
     expected = jax.jit(jax.vmap(gradient, (None, 0)))(net.jax_params(), X)
-    for ours, theirs in zip(got.values(), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours.detach(), theirs, rtol=2e-5, atol=2e-6)
+    assert_close([*got.values()], expected)
 
 
 def test_modes_statistics_and_keys_of_linen_go_over():
@@ -114,15 +111,15 @@ def test_modes_statistics_and_keys_of_linen_go_over():
     key = jax.random.key(3)
     out, updated = f(tensors, statistics, torch.from_numpy(X), key)
     expected, expected_updated = jax.jit(apply)(params, statistics, X, key)
-    np.testing.assert_allclose(out.detach(), expected, rtol=1e-5, atol=1e-6)
-    assert_same(jax.tree.map(lambda t: t.detach().numpy(), updated), expected_updated)
+    assert_close(out, expected)
+    assert_close(updated, expected_updated)
     out.sum().backward()
     expected = jax.jit(jax.grad(lambda p: apply(p, statistics, X, key)[0].sum()))(params)
-    assert_same(jax.tree.map(lambda t: t.grad.numpy(), tensors), expected)
+    assert_close(jax.tree.map(lambda t: t.grad, tensors), expected)
     net = module_from_jax(model.apply, variables, static_argnames=("train",))
     evaluated = net(torch.from_numpy(X), train=False)
     expected = model.apply(variables, X, train=False)
-    np.testing.assert_allclose(evaluated.detach(), expected, rtol=1e-5, atol=1e-6)
+    assert_close(evaluated, expected)
 
 
 def test_a_module_is_saved_copied_and_part_of_others():

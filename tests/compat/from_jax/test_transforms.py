@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import functx
 from functx._errors import LoweringError
 from functx.compat import from_jax, to_jax
+
+from ..helpers import assert_close
 
 # torch.func.linearize warns so of any function with more than one operation.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
@@ -94,9 +95,8 @@ GRID = [
 
 @pytest.mark.parametrize(("name", "library"), GRID)
 def test_a_composition_is_that_of_the_twin(name, library):
-    got, expected = (tree_leaves(COMPOSED[name](library, f)) for f in (CONVERTED, torch_twin))
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    got, expected = (COMPOSED[name](library, f) for f in (CONVERTED, torch_twin))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_function_is_traced_once_for_each_signature():
@@ -149,9 +149,7 @@ THERE = {
 @pytest.mark.parametrize("name", THERE)
 def test_it_is_as_without_the_way_round(name):
     ours, theirs = THERE[name]
-    got, want = (jax.tree.leaves(g(WEIGHT, GIVEN)) for g in (jax.jit(ours), jax.jit(theirs)))
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(*(jax.jit(g)(WEIGHT, GIVEN) for g in (ours, theirs)), rtol=1e-5)
     assert "callback" not in str(jax.make_jaxpr(ours)(WEIGHT, GIVEN))
 
 
@@ -159,9 +157,7 @@ def test_it_goes_back_again():
     x = torch.from_numpy(np.array(GIVEN)).requires_grad_()
     w = torch.from_numpy(np.array(WEIGHT)).requires_grad_()
     from_jax(to_jax(there))(w, x).backward()
-    got = w.grad, x.grad
-    for a, b in zip(got, jax.grad(expected, (0, 1))(WEIGHT, GIVEN), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert_close((w.grad, x.grad), jax.grad(expected, (0, 1))(WEIGHT, GIVEN), rtol=1e-5)
 
 
 def test_other_settings_are_refused_and_a_number_is_a_constant():
