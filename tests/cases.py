@@ -1,11 +1,13 @@
 """Numbers, transforms by name, a network to measure, and modules built from one seed."""
 
 import copy
+import functools
+import inspect
 import io
 import pickle
 
 import torch
-from references import total
+from references import assert_same, total
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -62,6 +64,27 @@ def seeded(build, *args):
 def identity(f, **options):
     """What stands for ``functx.remat`` in the reference."""
     return f
+
+
+def unchanged(program, eps=0.0):
+    """``program(remat)`` gives what it gives without remat."""
+    assert_same(program(functx.remat), program(identity), eps)
+
+
+def judged_by(judge, *args, **options):
+    """A test of a program of ``remat`` and what else the test is given, by `unchanged` say."""
+
+    def test_of(program):
+        @functools.wraps(program)
+        def test(*this, **given):
+            judge(lambda remat: program(*this, remat=remat, **given), *args, **options)
+
+        signature = inspect.signature(program)
+        known = [p for name, p in signature.parameters.items() if name != "remat"]
+        test.__signature__ = signature.replace(parameters=known)
+        return test
+
+    return test_of
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from cases import numbers
+from cases import judged_by, numbers
 from references import assert_same
 from torch import nn
 from torch.nn.functional import dropout
@@ -230,36 +230,30 @@ noisy = lambda x: dropout(x.sin(), 0.5).exp()
 
 
 class TestPulledBackElsewhere:
-    def test_a_backward(self):
-        def program(remat):
-            torch.manual_seed(4)
-            w, x = numbers(4, start=1.0).requires_grad_(), X.clone().requires_grad_()
-            value = remat(lambda x: remat(noisy)(x) * w)(x).sum()
-            gradients = elsewhere(lambda: torch.autograd.grad(value, (w, x)))
-            return gradients, torch.rand(3)
+    @judged_by(same)
+    def test_a_backward(self, remat):
+        torch.manual_seed(4)
+        w, x = numbers(4, start=1.0).requires_grad_(), X.clone().requires_grad_()
+        value = remat(lambda x: remat(noisy)(x) * w)(x).sum()
+        gradients = elsewhere(lambda: torch.autograd.grad(value, (w, x)))
+        return gradients, torch.rand(3)
 
-        same(program)
+    @judged_by(same)
+    def test_pullbacks_of_a_vjp_and_a_second_order(self, remat):
+        torch.manual_seed(4)
+        w = numbers(4, start=1.0).requires_grad_()
+        _, pullback = functx.vjp(remat(lambda x: noisy(x) * w), X)
+        first = [pullback(X), elsewhere(lambda: pullback(X)), pullback(X)]
+        return first, elsewhere(lambda: torch.autograd.grad(first[1][0].sum(), w))
 
-    def test_pullbacks_of_a_vjp_and_a_second_order(self):
-        def program(remat):
-            torch.manual_seed(4)
-            w = numbers(4, start=1.0).requires_grad_()
-            _, pullback = functx.vjp(remat(lambda x: noisy(x) * w), X)
-            first = [pullback(X), elsewhere(lambda: pullback(X)), pullback(X)]
-            return first, elsewhere(lambda: torch.autograd.grad(first[1][0].sum(), w))
-
-        same(program)
-
-    def test_autocast_and_grad_mode_are_those_of_the_forward(self):
+    @judged_by(same, eps=0)
+    def test_autocast_and_grad_mode_are_those_of_the_forward(self, remat):
         """They belong to a thread, and a new one has none."""
 
-        def program(remat):
-            x, v, w = (numbers(4, 4, start=i).float().requires_grad_() for i in range(3))
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                value = remat(lambda x: torch.tanh(x @ v) @ w)(x).float().sum()
-            return elsewhere(lambda: torch.autograd.grad(value, (x, v, w)))
-
-        same(program, eps=0)
+        x, v, w = (numbers(4, 4, start=i).float().requires_grad_() for i in range(3))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = remat(lambda x: torch.tanh(x @ v) @ w)(x).float().sum()
+        return elsewhere(lambda: torch.autograd.grad(value, (x, v, w)))
 
 
 class TestInsideAReplay:
@@ -283,20 +277,18 @@ class TestInsideAReplay:
         with contextlib.suppress(functx.RematError):
             same(program)
 
-    def test_a_forward_here_and_its_backward_in_another_thread(self):
-        def program(remat):
-            x = X.clone().requires_grad_()
+    @judged_by(same)
+    def test_a_forward_here_and_its_backward_in_another_thread(self, remat):
+        x = X.clone().requires_grad_()
 
-            def region(x):
-                y = x.detach().requires_grad_()
-                value = remat(lambda y: remat(torch.sin)(y).exp())(y).sum()
-                (g,) = elsewhere(lambda: torch.autograd.grad(value, y, create_graph=True))
-                (g,) = elsewhere(lambda: torch.autograd.grad(g.sum(), y))
-                return (x * g).sin()
+        def region(x):
+            y = x.detach().requires_grad_()
+            value = remat(lambda y: remat(torch.sin)(y).exp())(y).sum()
+            (g,) = elsewhere(lambda: torch.autograd.grad(value, y, create_graph=True))
+            (g,) = elsewhere(lambda: torch.autograd.grad(g.sum(), y))
+            return (x * g).sin()
 
-            return elsewhere(lambda: torch.autograd.grad(remat(region)(x).sum(), x))
-
-        same(program)
+        return elsewhere(lambda: torch.autograd.grad(remat(region)(x).sum(), x))
 
 
 THREADS, STEPS = 4, 4

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DTYPE, custom_function, identity, numbers, saves_inputs
+from cases import DTYPE, custom_function, identity, judged_by, numbers, saves_inputs, unchanged
 from references import assert_same, count
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -130,18 +130,16 @@ class TestCotangents:
     @pytest.mark.parametrize(
         "cotangent", [numbers(1).expand(4, 3), numbers(3, 4).mT, numbers(4, 6)[:, ::2]]
     )
-    def test_layouts(self, cotangent):
-        def program(remat):
-            x = numbers(4, 3).requires_grad_()
-            out = remat(lambda x: x.sin().exp())(x)
-            plain = torch.autograd.grad(out, x, cotangent, retain_graph=True)
-            batched = torch.autograd.grad(
-                out, x, torch.stack([cotangent, cotangent]), is_grads_batched=True
-            )
-            _, pullback = functx.vjp(remat(lambda x: x.sin().exp()), numbers(4, 3))
-            return plain, batched, pullback(cotangent)
-
-        assert_same(program(functx.remat), program(identity))
+    @judged_by(unchanged)
+    def test_layouts(self, remat, cotangent):
+        x = numbers(4, 3).requires_grad_()
+        out = remat(lambda x: x.sin().exp())(x)
+        plain = torch.autograd.grad(out, x, cotangent, retain_graph=True)
+        batched = torch.autograd.grad(
+            out, x, torch.stack([cotangent, cotangent]), is_grads_batched=True
+        )
+        _, pullback = functx.vjp(remat(lambda x: x.sin().exp()), numbers(4, 3))
+        return plain, batched, pullback(cotangent)
 
     def test_of_an_argument_that_no_result_depends_on(self):
         x = X.clone().requires_grad_()
@@ -152,59 +150,51 @@ class TestCotangents:
         assert none is None
         assert_same(found, X.cos(), eps=8)
 
-    def test_of_some_results_only(self):
-        def program(remat):
-            x = X.clone().requires_grad_()
-            first, second, third = remat(lambda x: (x.sin(), x.exp(), x.tan()))(x)
-            return (
-                torch.autograd.grad(first.sum(), x, retain_graph=True),
-                torch.autograd.grad((second * third).sum(), x, retain_graph=True),
-                torch.autograd.grad([third, first], x, [X, X.cos()]),
-            )
-
-        assert_same(program(functx.remat), program(identity), eps=8)
+    @judged_by(unchanged, eps=8)
+    def test_of_some_results_only(self, remat):
+        x = X.clone().requires_grad_()
+        first, second, third = remat(lambda x: (x.sin(), x.exp(), x.tan()))(x)
+        return (
+            torch.autograd.grad(first.sum(), x, retain_graph=True),
+            torch.autograd.grad((second * third).sum(), x, retain_graph=True),
+            torch.autograd.grad([third, first], x, [X, X.cos()]),
+        )
 
 
 class Tagged(torch.Tensor):
     """A subclass that torch carries through every operation."""
 
 
-def test_subclasses_by_torch_function():
-    def program(remat):
-        x = X.clone().as_subclass(Tagged).requires_grad_()
-        w = torch.nn.Parameter(X.clone().as_subclass(Tagged))
-        out = remat(lambda x: x.sin() * w.exp())(x)
-        found = torch.autograd.grad(out.sum(), (x, w))
-        return (out, found), type(out).__name__, [type(g).__name__ for g in found]
-
-    assert_same(program(functx.remat), program(identity))
+@judged_by(unchanged)
+def test_subclasses_by_torch_function(remat):
+    x = X.clone().as_subclass(Tagged).requires_grad_()
+    w = torch.nn.Parameter(X.clone().as_subclass(Tagged))
+    out = remat(lambda x: x.sin() * w.exp())(x)
+    found = torch.autograd.grad(out.sum(), (x, w))
+    return (out, found), type(out).__name__, [type(g).__name__ for g in found]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
-def test_a_sparse_constant_of_regions_in_regions(sparse):
+@judged_by(unchanged)
+def test_a_sparse_constant_of_regions_in_regions(remat, sparse):
     s = sparse(torch.eye(4, dtype=DTYPE))
 
-    def program(remat):
-        x = numbers(4, 3).requires_grad_()
-        region = remat(lambda x: (s @ x).sin())
-        return torch.autograd.grad(remat(lambda x: region(s @ x).cos())(x).sum(), x)
-
-    assert_same(program(functx.remat), program(identity))
+    x = numbers(4, 3).requires_grad_()
+    region = remat(lambda x: (s @ x).sin())
+    return torch.autograd.grad(remat(lambda x: region(s @ x).cos())(x).sum(), x)
 
 
 @pytest.mark.parametrize("way", ["backward", "vjp"])
-def test_a_sparse_result_of_regions_in_regions(way):
-    def program(remat):
-        f = remat(lambda x: remat(lambda x: (2 * x).to_sparse())(x.sin()))
-        x = numbers(4, 3)
-        if way == "vjp":
-            out, pullback = functx.vjp(f, x)
-            return out.to_dense(), pullback(x.to_sparse())[0].to_dense()
-        x.requires_grad_()
-        return torch.autograd.grad((f(x).to_dense() * x).sum(), x)
-
-    assert_same(program(functx.remat), program(identity))
+@judged_by(unchanged)
+def test_a_sparse_result_of_regions_in_regions(remat, way):
+    f = remat(lambda x: remat(lambda x: (2 * x).to_sparse())(x.sin()))
+    x = numbers(4, 3)
+    if way == "vjp":
+        out, pullback = functx.vjp(f, x)
+        return out.to_dense(), pullback(x.to_sparse())[0].to_dense()
+    x.requires_grad_()
+    return torch.autograd.grad((f(x).to_dense() * x).sum(), x)
 
 
 VECTOR, W, BATCH = numbers(4), numbers(4, start=1.0), numbers(3, 4)
@@ -265,45 +255,39 @@ class TestWhatTheyHide:
         as_without(program)
 
     @pytest.mark.parametrize("function", [scale, mapped])
-    def test_a_captured_non_leaf_is_right_or_an_error(self, function):
-        def program(remat):
-            x, w = leaf(VECTOR), leaf(W)
-            h = w * 2
-            out = remat(lambda x: function(x, h).exp())(x).sum()
-            return torch.autograd.grad(out, (x, w))
-
-        right_or_refused(program, way_out="argument")
+    @judged_by(right_or_refused, way_out="argument")
+    def test_a_captured_non_leaf_is_right_or_an_error(self, remat, function):
+        x, w = leaf(VECTOR), leaf(W)
+        h = w * 2
+        out = remat(lambda x: function(x, h).exp())(x).sum()
+        return torch.autograd.grad(out, (x, w))
 
     @pytest.mark.parametrize("way", ["grad", "vmap(grad)"])
-    def test_under_transforms_a_capture_is_right_or_an_error(self, way):
-        def program(remat):
-            def f(x, h):
-                return (remat(lambda x: mapped(x, h * 1))(h) * x).sum() + remat(
-                    lambda x: mapped(x, h).exp()
-                )(x).sum()
+    @judged_by(right_or_refused)
+    def test_under_transforms_a_capture_is_right_or_an_error(self, remat, way):
+        def f(x, h):
+            return (remat(lambda x: mapped(x, h * 1))(h) * x).sum() + remat(
+                lambda x: mapped(x, h).exp()
+            )(x).sum()
 
-            gradient = functx.grad(f, argnums=(0, 1))
-            if way == "grad":
-                return gradient(VECTOR, W)
-            return functx.vmap(gradient, in_dims=(0, None))(BATCH, W)
-
-        right_or_refused(program)
+        gradient = functx.grad(f, argnums=(0, 1))
+        if way == "grad":
+            return gradient(VECTOR, W)
+        return functx.vmap(gradient, in_dims=(0, None))(BATCH, W)
 
     @pytest.mark.parametrize("outer", ["backward", "grad"])
-    def test_a_pullback_made_outside_is_right_or_an_error(self, outer):
-        def program(remat):
-            def loss(x):
-                h = x * 2
-                y = h.exp()
-                region = lambda v: torch.autograd.grad(y, h, v, create_graph=True)[0] * v
-                return remat(region)(h.sin()).sum()
+    @judged_by(right_or_refused, way_out="inside|outside|argument")
+    def test_a_pullback_made_outside_is_right_or_an_error(self, remat, outer):
+        def loss(x):
+            h = x * 2
+            y = h.exp()
+            region = lambda v: torch.autograd.grad(y, h, v, create_graph=True)[0] * v
+            return remat(region)(h.sin()).sum()
 
-            if outer == "grad":
-                return functx.grad(loss)(VECTOR)
-            x = leaf(VECTOR)
-            return torch.autograd.grad(loss(x), x)
-
-        right_or_refused(program, way_out="inside|outside|argument")
+        if outer == "grad":
+            return functx.grad(loss)(VECTOR)
+        x = leaf(VECTOR)
+        return torch.autograd.grad(loss(x), x)
 
 
 def adjoint(transforms):
@@ -329,14 +313,12 @@ class TestBackwardsThatDifferentiate:
         assert_same(gradients(functx, adjoint(inner)), expected, eps=8)
 
     @pytest.mark.parametrize("way", ["backward", "vmap(grad)"])
-    def test_in_regions(self, inner, way):
+    @judged_by(as_without)
+    def test_in_regions(self, remat, inner, way):
         apply = adjoint(inner)
 
-        def program(remat):
-            loss = lambda x, w: (remat(lambda x, w: apply(x.sin(), w * 2).exp())(x, w) * W).sum()
-            if way == "backward":
-                x, w = leaf(VECTOR), leaf(W)
-                return torch.autograd.grad(loss(x, w), (x, w))
-            return functx.vmap(functx.grad(loss, argnums=(0, 1)), in_dims=(0, None))(BATCH, W)
-
-        as_without(program)
+        loss = lambda x, w: (remat(lambda x, w: apply(x.sin(), w * 2).exp())(x, w) * W).sum()
+        if way == "backward":
+            x, w = leaf(VECTOR), leaf(W)
+            return torch.autograd.grad(loss(x, w), (x, w))
+        return functx.vmap(functx.grad(loss, argnums=(0, 1)), in_dims=(0, None))(BATCH, W)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import custom_function, identity, numbers
+from cases import custom_function, identity, judged_by, numbers, unchanged
 from references import assert_same
 
 import functx
@@ -202,7 +202,8 @@ def test_a_leaf_that_vmap_expands_inside_vjp_was_not_made_there(library, outer):
 
 
 @pytest.mark.parametrize(("write", "used"), [("mul_", False), ("squeeze_", True)])
-def test_what_an_inner_policy_may_keep_is_written_to(write, used):
+@judged_by(unchanged, eps=8)
+def test_what_an_inner_policy_may_keep_is_written_to(remat, write, used):
     """Whether or not the inner region keeps it in the end, the outer replay goes the same way."""
 
     def inner(x):
@@ -211,35 +212,30 @@ def test_what_an_inner_policy_may_keep_is_written_to(write, used):
         h.squeeze_(0) if write == "squeeze_" else h.mul_(2)
         return kept
 
-    def program(remat):
-        policy = {} if remat is identity else {"policy": functx.checkpoint_policies.dots_saveable}
-        outer = lambda x: remat(inner, **policy)(x.tanh()).exp() + unread
-        x, unread = numbers(3, 4).requires_grad_(), numbers(4).requires_grad_()
-        plain = torch.autograd.grad(remat(outer)(x).sum(), x)
-        return plain, functx.jacrev(functx.grad(lambda x: remat(outer)(x).sum()))(x.detach())
-
-    assert_same(program(functx.remat), program(identity), eps=8)
+    policy = {} if remat is identity else {"policy": functx.checkpoint_policies.dots_saveable}
+    outer = lambda x: remat(inner, **policy)(x.tanh()).exp() + unread
+    x, unread = numbers(3, 4).requires_grad_(), numbers(4).requires_grad_()
+    plain = torch.autograd.grad(remat(outer)(x).sum(), x)
+    return plain, functx.jacrev(functx.grad(lambda x: remat(outer)(x).sum()))(x.detach())
 
 
 @pytest.mark.parametrize(
     ("reduce", "out"),
     [(torch.sum, "jacfwd"), (torch.mean, "vmap(jvp)"), (lambda t: t.sum(0).sum(0), "jvp")],
 )
-def test_copies_that_forward_mode_makes_are_read_from_what_they_copy(reduce, out):
+@judged_by(unchanged, eps=64)
+def test_copies_that_forward_mode_makes_are_read_from_what_they_copy(remat, reduce, out):
     """A gradient that is expanded has no memory of its own; neither has its tangent."""
 
-    def program(remat):
-        f = lambda x: remat(lambda p: reduce(remat(torch.square)(torch.outer(p, p))).sin())(x.cos())
-        pushed = lambda t: functx.jvp(gradient, (x,), (t,))[1]
-        gradient = remat(functx.grad(f))
-        x = numbers(3).requires_grad_()
-        if out == "jacfwd":
-            value = functx.jacfwd(gradient)(x)
-        else:
-            value = pushed(x) if out == "jvp" else functx.vmap(pushed)(torch.eye(3, dtype=x.dtype))
-        return value.detach(), torch.autograd.grad(value.sum(), x)
-
-    assert_same(program(functx.remat), program(identity), eps=64)
+    f = lambda x: remat(lambda p: reduce(remat(torch.square)(torch.outer(p, p))).sin())(x.cos())
+    pushed = lambda t: functx.jvp(gradient, (x,), (t,))[1]
+    gradient = remat(functx.grad(f))
+    x = numbers(3).requires_grad_()
+    if out == "jacfwd":
+        value = functx.jacfwd(gradient)(x)
+    else:
+        value = pushed(x) if out == "jvp" else functx.vmap(pushed)(torch.eye(3, dtype=x.dtype))
+    return value.detach(), torch.autograd.grad(value.sum(), x)
 
 
 @pytest.mark.parametrize("jacobian", [functx.jacrev, functx.jacfwd, torch.func.jacrev])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import COPIES, DTYPE, Block, identity, numbers, seeded
+from cases import COPIES, DTYPE, Block, identity, judged_by, numbers, seeded
 from references import assert_same, count
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -73,30 +73,26 @@ def test_a_copy_is_a_region_of_its_own(kind):
     assert other.scale is not region.scale
 
 
-def test_hooks_of_the_module_run_as_without():
-    def program(remat):
-        module, calls, seen = remat(seeded(Block)), [], []
-        module.register_forward_pre_hook(lambda m, args: calls.append("pre") or (args[0] * 2,))
-        module.register_forward_hook(lambda m, args, out: calls.append("post") or out * 3)
-        module.linear.register_forward_hook(lambda m, args, out: out * 2)
-        module.register_full_backward_hook(lambda m, gi, go: seen.extend([*gi, *go]))
-        module.register_full_backward_pre_hook(lambda m, go: seen.extend(go))
-        found = gradients(module)
-        assert calls[:2] == ["pre", "post"]
-        return found, [g.clone() for g in seen]
-
-    same(program)
+@judged_by(same)
+def test_hooks_of_the_module_run_as_without(remat):
+    module, calls, seen = remat(seeded(Block)), [], []
+    module.register_forward_pre_hook(lambda m, args: calls.append("pre") or (args[0] * 2,))
+    module.register_forward_hook(lambda m, args, out: calls.append("post") or out * 3)
+    module.linear.register_forward_hook(lambda m, args, out: out * 2)
+    module.register_full_backward_hook(lambda m, gi, go: seen.extend([*gi, *go]))
+    module.register_full_backward_pre_hook(lambda m, go: seen.extend(go))
+    found = gradients(module)
+    assert calls[:2] == ["pre", "post"]
+    return found, [g.clone() for g in seen]
 
 
-def test_tied_weights_and_a_module_used_twice():
-    def program(remat):
-        first, second = remat(seeded(Block)), remat(Block())
-        second.linear.weight = first.linear.weight
-        x = numbers(4, 3).requires_grad_()
-        out = second(first(first(x))) @ first.linear.weight
-        return torch.autograd.grad(out.sum(), [x, first.linear.weight, first.scale, second.scale])
-
-    same(program)
+@judged_by(same)
+def test_tied_weights_and_a_module_used_twice(remat):
+    first, second = remat(seeded(Block)), remat(Block())
+    second.linear.weight = first.linear.weight
+    x = numbers(4, 3).requires_grad_()
+    out = second(first(first(x))) @ first.linear.weight
+    return torch.autograd.grad(out.sum(), [x, first.linear.weight, first.scale, second.scale])
 
 
 class Doubled(nn.Module):
@@ -116,19 +112,17 @@ PARAMETRIZATIONS = {
     ("kind", "outside"),
     [("of the user", True), ("weight_norm", False), ("spectral_norm", True), ("orthogonal", False)],
 )
-def test_parametrizations_are_right_and_advance_once(kind, outside):
-    def program(remat):
-        torch.manual_seed(1)
-        m = nn.Linear(4, 4, dtype=DTYPE)
-        PARAMETRIZATIONS[kind](m)
-        net = remat(nn.Sequential(m, nn.Tanh()) if outside else m)
-        found = []
-        for _ in range(3):
-            x = numbers(3, 4).requires_grad_()
-            found.append(torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()]))
-        return found, dict(net.state_dict())
-
-    same(program, eps=32)
+@judged_by(same, eps=32)
+def test_parametrizations_are_right_and_advance_once(remat, kind, outside):
+    torch.manual_seed(1)
+    m = nn.Linear(4, 4, dtype=DTYPE)
+    PARAMETRIZATIONS[kind](m)
+    net = remat(nn.Sequential(m, nn.Tanh()) if outside else m)
+    found = []
+    for _ in range(3):
+        x = numbers(3, 4).requires_grad_()
+        found.append(torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()]))
+    return found, dict(net.state_dict())
 
 
 def linear():

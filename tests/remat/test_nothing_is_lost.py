@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from cases import DTYPE, numbers
+from cases import DTYPE, judged_by, numbers
 from references import assert_same
 
 import functx
@@ -70,15 +70,13 @@ escapes = pytest.mark.parametrize("build", ESCAPES, ids=lambda f: f.__name__)
 
 
 @escapes
-def test_in_plain_autograd_it_is_a_further_result(build):
-    def program(remat):
-        w, x = numbers(4, start=1.0).requires_grad_(), X.clone().requires_grad_()
-        (first,) = torch.autograd.grad(build(remat)(x), x, create_graph=True)
-        around = remat(lambda x: build(remat)(x * w))(x)
-        second = torch.autograd.grad((first * X).sum(), x)
-        return first, second, torch.autograd.grad(around, (x, w))
-
-    same(program)
+@judged_by(same)
+def test_in_plain_autograd_it_is_a_further_result(remat, build):
+    w, x = numbers(4, start=1.0).requires_grad_(), X.clone().requires_grad_()
+    (first,) = torch.autograd.grad(build(remat)(x), x, create_graph=True)
+    around = remat(lambda x: build(remat)(x * w))(x)
+    second = torch.autograd.grad((first * X).sum(), x)
+    return first, second, torch.autograd.grad(around, (x, w))
 
 
 class Box:
@@ -88,14 +86,12 @@ class Box:
 
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("of", [lambda x: x, torch.sin], ids=["an input", "a result"])
-def test_what_an_object_holds_that_is_all_the_region_returns_has_its_gradient(of, inner):
-    def program(remat):
-        x = X.clone().requires_grad_()
-        h = x.sin() if inner else x
-        out = remat(lambda x: Box(of(x)))(h)
-        return torch.autograd.grad(h.sum() + (out.value**2).sum(), x)
-
-    same(program)
+@judged_by(same)
+def test_what_an_object_holds_that_is_all_the_region_returns_has_its_gradient(remat, of, inner):
+    x = X.clone().requires_grad_()
+    h = x.sin() if inner else x
+    out = remat(lambda x: Box(of(x)))(h)
+    return torch.autograd.grad(h.sum() + (out.value**2).sum(), x)
 
 
 @escapes
@@ -130,16 +126,14 @@ OTHER_WAYS_TO_LEAVE = {
 
 
 @pytest.mark.parametrize("way", OTHER_WAYS_TO_LEAVE)
-def test_other_ways_to_leave_are_right_or_an_error(way):
-    def program(remat):
-        aux, x = [], X.clone().requires_grad_()
-        value = remat(lambda x: OTHER_WAYS_TO_LEAVE[way](x, aux))(x).sum()
-        if way != "as a leaf":
-            value = value + (aux[0] * X[: len(aux[0])]).sum()
-        value.backward()
-        return x.grad, aux[0].grad if aux[0].is_leaf else None
-
-    right_or_refused(program)
+@judged_by(right_or_refused)
+def test_other_ways_to_leave_are_right_or_an_error(remat, way):
+    aux, x = [], X.clone().requires_grad_()
+    value = remat(lambda x: OTHER_WAYS_TO_LEAVE[way](x, aux))(x).sum()
+    if way != "as a leaf":
+        value = value + (aux[0] * X[: len(aux[0])]).sum()
+    value.backward()
+    return x.grad, aux[0].grad if aux[0].is_leaf else None
 
 
 def test_what_does_not_require_grad_or_is_gone_at_the_end_is_no_error():
@@ -257,12 +251,10 @@ def scatters(x):
     return y.clone().scatter_(0, index, x[:3].cos()) * y.sin()
 
 
-def test_writes_into_what_the_region_made_are_right():
-    def program(remat):
-        x, gradient = leaf(), functx.grad(lambda x: remat(scatters)(x).exp().sum())
-        return torch.autograd.grad(remat(scatters)(x).exp().sum(), x), gradient(X)
-
-    same(program, eps=16)
+@judged_by(same, eps=16)
+def test_writes_into_what_the_region_made_are_right(remat):
+    x, gradient = leaf(), functx.grad(lambda x: remat(scatters)(x).exp().sum())
+    return torch.autograd.grad(remat(scatters)(x).exp().sum(), x), gradient(X)
 
 
 HOOKS = {
@@ -346,17 +338,15 @@ class TestContainers:
         return cache
 
     @pytest.mark.parametrize("way", ["backward", "grad"])
-    def test_a_dict_that_is_filled_and_returned_is_right(self, way):
-        def program(remat):
-            def loss(x):
-                cache = remat(self.fills)(x, {})
-                assert sorted(cache) == ["deep", "h"]
-                return (cache["h"] * cache["deep"][0] * X).sum()
+    @judged_by(same)
+    def test_a_dict_that_is_filled_and_returned_is_right(self, remat, way):
+        def loss(x):
+            cache = remat(self.fills)(x, {})
+            assert sorted(cache) == ["deep", "h"]
+            return (cache["h"] * cache["deep"][0] * X).sum()
 
-            x = leaf()
-            return torch.autograd.grad(loss(x), x) if way == "backward" else functx.grad(loss)(X)
-
-        same(program)
+        x = leaf()
+        return torch.autograd.grad(loss(x), x) if way == "backward" else functx.grad(loss)(X)
 
     @pytest.mark.parametrize(
         ("change", "way"), [(c, ["backward", "grad"][i % 2]) for i, c in enumerate(CHANGES)]

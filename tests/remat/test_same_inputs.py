@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from cases import judged_by
 from torch import nn
 
 import functx
@@ -100,18 +101,16 @@ def test_what_is_bound_again_after_the_call(loss, stack):
 
 
 @every_stack
-def test_parameters_and_buffers_replaced_after_the_call(stack):
-    def program(remat):
-        net = Net()
+@judged_by(check)
+def test_parameters_and_buffers_replaced_after_the_call(remat, stack):
+    net = Net()
 
-        def loss(x):
-            y = net(x, remat)
-            net.second.weight, net.scale = nn.Parameter(numbers(3, 3)), 5 * Y
-            return y.sum()
+    def loss(x):
+        y = net(x, remat)
+        net.second.weight, net.scale = nn.Parameter(numbers(3, 3)), 5 * Y
+        return y.sum()
 
-        return STACKS[stack](loss, X)
-
-    check(program)
+    return STACKS[stack](loss, X)
 
 
 @every_stack
@@ -145,29 +144,27 @@ def test_a_constant_argument_also_reached_by_an_attribute_that_is_rebound(stack)
         ("whole", "backward"),
     ],
 )
-def test_parameters_that_functional_call_had_swapped_in(stack, around):
+@judged_by(check)
+def test_parameters_that_functional_call_had_swapped_in(remat, stack, around):
     """The pullback runs when the module has its own parameters again."""
 
-    def program(remat):
-        net = Net()
+    net = Net()
 
-        def call(tree, x):
-            inner = remat if around != "whole" else identity
-            return functx.functional_call(net, tree, (x, inner)).square().sum()
+    def call(tree, x):
+        inner = remat if around != "whole" else identity
+        return functx.functional_call(net, tree, (x, inner)).square().sum()
 
-        loss = call if around == "inside" else remat(call)
-        x = numbers(4, 3) if "vmap" in stack else X
-        tree = {name: t.detach() * 0.5 for name, t in net.state_dict().items()}
-        if "backward" in stack:
-            tree = {name: t.requires_grad_() for name, t in tree.items()}
-        f = functx.grad(loss) if "grad" in stack else loss
-        found = (functx.vmap(f, (None, 0)) if "vmap" in stack else f)(tree, x)
-        if "backward" in stack:
-            found = torch.autograd.grad(found.sum(), list(tree.values()))
-        assert all(p.grad is None for p in net.parameters())
-        return found
-
-    check(program)
+    loss = call if around == "inside" else remat(call)
+    x = numbers(4, 3) if "vmap" in stack else X
+    tree = {name: t.detach() * 0.5 for name, t in net.state_dict().items()}
+    if "backward" in stack:
+        tree = {name: t.requires_grad_() for name, t in tree.items()}
+    f = functx.grad(loss) if "grad" in stack else loss
+    found = (functx.vmap(f, (None, 0)) if "vmap" in stack else f)(tree, x)
+    if "backward" in stack:
+        found = torch.autograd.grad(found.sum(), list(tree.values()))
+    assert all(p.grad is None for p in net.parameters())
+    return found
 
 
 def test_the_comparison_can_fail():
@@ -199,12 +196,10 @@ DATA = {
     ("name", "stack"),
     [(n, s) for i, n in enumerate(DATA) for j, s in enumerate(STACKS) if (i + j) % 4 == 0],
 )
-def test_data_is_not_made_again(name, stack):
-    def program(remat):
-        region = remat(DATA[name])
-        return STACKS[stack](lambda x: (region(region(x)) * Y).sum(), X)
-
-    check(program)
+@judged_by(check)
+def test_data_is_not_made_again(remat, name, stack):
+    region = remat(DATA[name])
+    return STACKS[stack](lambda x: (region(region(x)) * Y).sum(), X)
 
 
 @pytest.mark.parametrize("stack", ["backward", "double backward", "grad", "jvp(grad)"])
@@ -271,27 +266,23 @@ class TestLazilyFilledCaches:
 
 class TestCapturesByPlace:
     @all_stacks
-    def test_another_captured_tensor_in_the_same_place(self, stack):
-        def program(remat):
-            def loss(x):
-                ws = [Y, 5 * Y]
-                y = remat(lambda x: (x * ws[0]).sin() * x)(x)
-                ws.reverse()
-                return y.sum()
-
-            return STACKS[stack](loss, X)
-
-        check(program)
-
-    def test_two_that_trade_places_are_right_or_an_error(self):
-        def program(remat):
-            ws = [numbers(3, start=i).requires_grad_() for i in (1.0, 2.0)]
-            both = list(ws)
-            y = remat(lambda x: (x * ws[0]).sin() * (x * ws[1]).exp() * ws[0])(X)
+    @judged_by(check)
+    def test_another_captured_tensor_in_the_same_place(self, remat, stack):
+        def loss(x):
+            ws = [Y, 5 * Y]
+            y = remat(lambda x: (x * ws[0]).sin() * x)(x)
             ws.reverse()
-            return torch.autograd.grad(y.sum(), both)
+            return y.sum()
 
-        right_or_raises(program)
+        return STACKS[stack](loss, X)
+
+    @judged_by(right_or_raises)
+    def test_two_that_trade_places_are_right_or_an_error(self, remat):
+        ws = [numbers(3, start=i).requires_grad_() for i in (1.0, 2.0)]
+        both = list(ws)
+        y = remat(lambda x: (x * ws[0]).sin() * (x * ws[1]).exp() * ws[0])(X)
+        ws.reverse()
+        return torch.autograd.grad(y.sum(), both)
 
 
 HELD = {}
@@ -360,31 +351,24 @@ def test_of_a_tensor_that_is_held_as(name, stack):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_below_a_transform_of_another_tensor(name):
-    def program(remat):
-        w = Y.clone().requires_grad_()
-        if name == "a part of it":
-            f = WAYS[name](remat, torch.cat([w[:1], w]))
-        else:
-            f = WAYS[name](remat, w)
-        gradient = functx.grad(squared(f))(X)
-        each = functx.vmap(functx.grad(squared(f)))(batch(X))
-        return gradient, each, torch.autograd.grad(gradient.sum() + each.square().sum(), w)
-
-    check(program)
+@judged_by(check)
+def test_below_a_transform_of_another_tensor(remat, name):
+    w = Y.clone().requires_grad_()
+    f = WAYS[name](remat, torch.cat([w[:1], w]) if name == "a part of it" else w)
+    gradient = functx.grad(squared(f))(X)
+    each = functx.vmap(functx.grad(squared(f)))(batch(X))
+    return gradient, each, torch.autograd.grad(gradient.sum() + each.square().sum(), w)
 
 
 @pytest.mark.parametrize(
     ("stack", "depth"), [("vmap(grad)", 2), ("grad(grad)", 3), ("backward", 2)]
 )
-def test_of_regions_that_capture_what_an_ended_level_made(stack, depth):
-    def program(remat):
-        def loss(w):
-            step = lambda x: x - w * functx.grad(lambda x: torch.sin(x * w).sum())(x)
-            for _ in range(depth):
-                step = remat(lambda x, inner=step: inner(x * w))
-            return step(X).sum()
+@judged_by(check)
+def test_of_regions_that_capture_what_an_ended_level_made(remat, stack, depth):
+    def loss(w):
+        step = lambda x: x - w * functx.grad(lambda x: torch.sin(x * w).sum())(x)
+        for _ in range(depth):
+            step = remat(lambda x, inner=step: inner(x * w))
+        return step(X).sum()
 
-        return STACKS[stack](loss, Y)
-
-    check(program)
+    return STACKS[stack](loss, Y)

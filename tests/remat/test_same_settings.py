@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from cases import judged_by
 from torch.nn.functional import dropout
 
 import functx
@@ -63,44 +64,40 @@ FLAGS = {
         for j, around in enumerate(["forward", "backward"])
     ],
 )
-def test_a_flag_reads_as_in_the_forward(name, around, stack):
+@judged_by(check)
+def test_a_flag_reads_as_in_the_forward(remat, name, around, stack):
     module, *names, value = FLAGS[name]
     get, put = (getattr(module, name) for name in names)
     f = lambda x: x.sin() * x.sin() if get() == value else x.cos() * x.exp()
 
-    def program(remat):
-        with flag(get, put, get()):
+    with flag(get, put, get()):
 
-            def loss(x):
-                if around == "forward":
-                    with flag(get, put, value):
-                        return remat(f)(x).sum()
-                y = remat(f)(x)
-                put(value)
-                return y.sum()
+        def loss(x):
+            if around == "forward":
+                with flag(get, put, value):
+                    return remat(f)(x).sum()
+            y = remat(f)(x)
+            put(value)
+            return y.sum()
 
-            found = STACKS[stack](loss, X)
-            assert (get() == value) is (around == "backward")
-            return found
-
-    check(program)
+        found = STACKS[stack](loss, X)
+        assert (get() == value) is (around == "backward")
+        return found
 
 
 @some_stacks
-def test_the_default_device(stack):
+@judged_by(check)
+def test_the_default_device(remat, stack):
     f = lambda x: (x.sin() if torch.empty(1).device.type == "meta" else x).sin()
 
-    def program(remat):
-        def loss(x):
-            with torch.device("meta"):
-                y = remat(f)(x)
-            return (y * remat(f)(x)).sum()
+    def loss(x):
+        with torch.device("meta"):
+            y = remat(f)(x)
+        return (y * remat(f)(x)).sum()
 
-        found = STACKS[stack](loss, X)
-        assert torch.empty(1).device.type == "cpu"
-        return found
-
-    check(program)
+    found = STACKS[stack](loss, X)
+    assert torch.empty(1).device.type == "cpu"
+    return found
 
 
 class TestAutocast:
@@ -158,55 +155,49 @@ def noisy(x):
 
 @every_stack
 class TestDefaultGenerator:
-    def test_several_regions_with_draws_between_and_after(self, stack):
-        def program(remat):
-            def loss(x):
-                for _ in range(2):
-                    x = remat(noisy)(x) + torch.rand(8)
-                return (x * torch.rand(8)).sum()
+    @judged_by(check)
+    def test_several_regions_with_draws_between_and_after(self, remat, stack):
+        def loss(x):
+            for _ in range(2):
+                x = remat(noisy)(x) + torch.rand(8)
+            return (x * torch.rand(8)).sum()
 
-            return STACKS[stack](loss, numbers(8)), torch.rand(2)
+        return STACKS[stack](loss, numbers(8)), torch.rand(2)
 
-        check(program)
+    @judged_by(check)
+    def test_seeds_set_inside_and_between_forward_and_backward(self, remat, stack):
+        def f(x):
+            torch.manual_seed(11)
+            return noisy(x)
 
-    def test_seeds_set_inside_and_between_forward_and_backward(self, stack):
-        def program(remat):
-            def f(x):
-                torch.manual_seed(11)
-                return noisy(x)
+        def loss(x):
+            y = remat(f)(x)
+            torch.manual_seed(12)
+            return y.sum()
 
-            def loss(x):
-                y = remat(f)(x)
-                torch.manual_seed(12)
-                return y.sum()
-
-            return STACKS[stack](loss, numbers(8)), torch.rand(2)
-
-        check(program)
+        return STACKS[stack](loss, numbers(8)), torch.rand(2)
 
 
 @every_stack
 class TestOwnGenerators:
-    def test_an_argument_and_a_captured_one(self, stack):
-        def program(remat):
-            given, captured = (torch.Generator().manual_seed(i) for i in (5, 6))
+    @judged_by(check)
+    def test_an_argument_and_a_captured_one(self, remat, stack):
+        given, captured = (torch.Generator().manual_seed(i) for i in (5, 6))
 
-            def f(x, generator):
-                own = torch.Generator().manual_seed(5)
-                x = x * torch.rand(3, generator=own, dtype=x.dtype)
-                a = torch.rand(3, generator=generator, dtype=x.dtype)
-                b = torch.rand(3, generator=captured, dtype=x.dtype)
-                return (x * a).sin() * b * torch.rand_like(x)
+        def f(x, generator):
+            own = torch.Generator().manual_seed(5)
+            x = x * torch.rand(3, generator=own, dtype=x.dtype)
+            a = torch.rand(3, generator=generator, dtype=x.dtype)
+            b = torch.rand(3, generator=captured, dtype=x.dtype)
+            return (x * a).sin() * b * torch.rand_like(x)
 
-            def loss(x):
-                y = remat(f)(remat(f)(x, given), generator=given)
-                torch.rand(2, generator=given)
-                captured.manual_seed(7)
-                return y.sum()
+        def loss(x):
+            y = remat(f)(remat(f)(x, given), generator=given)
+            torch.rand(2, generator=given)
+            captured.manual_seed(7)
+            return y.sum()
 
-            return STACKS[stack](loss, X), given.get_state(), captured.get_state()
-
-        check(program)
+        return STACKS[stack](loss, X), given.get_state(), captured.get_state()
 
 
 @pytest.mark.parametrize(
@@ -296,17 +287,15 @@ class TestPreserveRngState:
         assert not untouched
 
     @pytest.mark.parametrize("stack", QUICK)
-    def test_all_restores_pythons_and_numpys(self, stack):
+    @judged_by(check)
+    def test_all_restores_pythons_and_numpys(self, remat, stack):
         f = lambda x: (x * random.random()).sin() * np.random.rand() * torch.rand_like(x)
 
-        def program(remat):
-            def loss(x):
-                y = remat(f, preserve_rng_state="all")(x)
-                return y.sum() * random.random() * np.random.rand()
+        def loss(x):
+            y = remat(f, preserve_rng_state="all")(x)
+            return y.sum() * random.random() * np.random.rand()
 
-            return STACKS[stack](loss, X), random.random(), np.random.rand()
-
-        check(program)
+        return STACKS[stack](loss, X), random.random(), np.random.rand()
 
     @pytest.mark.parametrize(("draw", "preserve"), [(random.random, True), (np.random.rand, False)])
     def test_otherwise_a_number_drawn_from_them_departs(self, draw, preserve):

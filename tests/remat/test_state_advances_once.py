@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import judged_by
 from references import Operations
 from torch import nn
 
@@ -45,20 +46,18 @@ class TestBatchNorm:
         check(program, nonzero=False, exact=True, replays=pullbacks > 0)
 
     @pytest.mark.parametrize("stack", ["grad(grad)", "double backward"])
-    def test_under_transforms(self, stack):
+    @judged_by(check, nonzero=False)
+    def test_under_transforms(self, remat, stack):
         """torch wants what is written there to be an argument."""
 
-        def program(remat):
-            net = Norm().double()
+        net = Norm().double()
 
-            def loss(x, state):
-                f = remat(lambda x: functx.functional_call(net, state, (x,)))
-                return f(x).square().sum()
+        def loss(x, state):
+            f = remat(lambda x: functx.functional_call(net, state, (x,)))
+            return f(x).square().sum()
 
-            state = {name: t.clone() for name, t in net.named_buffers()}
-            return STACKS[stack](loss, BATCH.double(), dict(state)), state
-
-        check(program, nonzero=False)
+        state = {name: t.clone() for name, t in net.named_buffers()}
+        return STACKS[stack](loss, BATCH.double(), dict(state)), state
 
     @pytest.mark.parametrize("stack", ["vmap", "vmap(grad)", "grad(vmap)"])
     def test_of_an_ensemble_under_vmap(self, stack):
@@ -110,33 +109,29 @@ class TestCounters:
     @pytest.mark.parametrize(
         ("stack", "reads"), [(stack, READS[i % 3]) for i, stack in enumerate(WITH_STATE)]
     )
-    def test_of_regions_that_share_them(self, stack, reads):
-        def program(remat):
-            counter = Counter(reads)
+    @judged_by(check, nonzero=False)
+    def test_of_regions_that_share_them(self, remat, stack, reads):
+        counter = Counter(reads)
 
-            def loss(x, state):
-                region = remat(lambda x: functx.functional_call(counter, state, (x,)))
-                for _ in range(3):
-                    x = region(x)
-                return x.sum()
+        def loss(x, state):
+            region = remat(lambda x: functx.functional_call(counter, state, (x,)))
+            for _ in range(3):
+                x = region(x)
+            return x.sum()
 
-            state = state_of(counter)
-            return STACKS[stack](loss, X, dict(state)), state
-
-        check(program, nonzero=False)
+        state = state_of(counter)
+        return STACKS[stack](loss, X, dict(state)), state
 
     @pytest.mark.parametrize("reads", READS)
-    def test_in_regions_in_regions_and_set_back_before_the_backward(self, reads):
-        def program(remat):
-            counter, x = Counter(reads), X.clone().requires_grad_()
-            inner = remat(counter)
-            y = remat(lambda x: inner(inner(x).sin()))(x)
-            between = state_of(counter)
-            counter.steps.zero_()
-            gradient = torch.autograd.grad(y.sum(), x)
-            return gradient, between, state_of(counter)
-
-        check(program, nonzero=False)
+    @judged_by(check, nonzero=False)
+    def test_in_regions_in_regions_and_set_back_before_the_backward(self, remat, reads):
+        counter, x = Counter(reads), X.clone().requires_grad_()
+        inner = remat(counter)
+        y = remat(lambda x: inner(inner(x).sin()))(x)
+        between = state_of(counter)
+        counter.steps.zero_()
+        gradient = torch.autograd.grad(y.sum(), x)
+        return gradient, between, state_of(counter)
 
 
 BUFFER_WRITES = {
@@ -161,24 +156,22 @@ class TestBuffers:
             if (i + j) % 3
         ],
     )
-    def test_any_write_of_detached_values(self, write, held):
-        def program(remat):
-            buffer, x = Y.clone(), X.clone().requires_grad_()
-            view = buffer[:]
+    @judged_by(check, nonzero=False, exact=True)
+    def test_any_write_of_detached_values(self, remat, write, held):
+        buffer, x = Y.clone(), X.clone().requires_grad_()
+        view = buffer[:]
 
-            def body(x, t):
-                t = {"captured": buffer, "by a view made before": view}.get(held, t)
-                y = (x * t.clone()).sin()
-                BUFFER_WRITES[write](t, x.detach())
-                return y + x.sin() * t.clone()
+        def body(x, t):
+            t = {"captured": buffer, "by a view made before": view}.get(held, t)
+            y = (x * t.clone()).sin()
+            BUFFER_WRITES[write](t, x.detach())
+            return y + x.sin() * t.clone()
 
-            region = remat(body)
-            argument = buffer if held == "argument" else 0
-            out = region(region(x, argument), argument)
-            kept = buffer.clone()
-            return out, kept, torch.autograd.grad(out.sum(), x), buffer
-
-        check(program, nonzero=False, exact=True)
+        region = remat(body)
+        argument = buffer if held == "argument" else 0
+        out = region(region(x, argument), argument)
+        kept = buffer.clone()
+        return out, kept, torch.autograd.grad(out.sum(), x), buffer
 
     def test_readers_and_the_writer_share_a_copy(self):
         """One more region that reads costs no bytes when the next one writes."""
