@@ -73,6 +73,13 @@ def total(tree):
     return sum(leaf.sum() for leaf in pytree.tree_leaves(tree))
 
 
+def gradients(f, *args):
+    """Those of the sum of what ``f`` returns by all tensors in its arguments, on plain autograd."""
+    leaves, spec = pytree.tree_flatten(args)
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    return torch.autograd.grad(total(f(*pytree.tree_unflatten(leaves, spec))), leaves)
+
+
 def assert_same(actual, expected, eps=0.0):
     """Two pytrees of tensors are equal bit by bit; or a number is off by ``eps`` units of rounding.
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from references import assert_same, peak
+from references import assert_same, gradients, peak
 from torch import nn
 from torch.nn import functional as F
 
@@ -195,21 +195,13 @@ WEIGHTS = [torch.randn(16, 16, generator=NUMBERS) / 4 for _ in range(2)]
 X = torch.randn(160, 16, generator=NUMBERS)
 
 
-def autograd(f):
-    def gradients(weights, x):
-        *weights, x = (t.detach().requires_grad_() for t in (*weights, x))
-        return torch.autograd.grad(f(weights, x), [*weights, x])
-
-    return gradients
-
-
 def per_example(f):
     run = functx.vmap(f, (None, 0), randomness="different")
     return lambda weights, x: run(weights, x.reshape(4, -1, x.shape[-1]))
 
 
 STACKS = {
-    "autograd": autograd,
+    "autograd": lambda f: lambda *args: gradients(f, *args),
     "grad": lambda f: functx.grad(f, (0, 1)),
     "grad of weights": functx.grad,
     "value_and_grad of inputs": lambda f: functx.value_and_grad(f, 1),

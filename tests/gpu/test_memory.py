@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from cases import identity
-from references import assert_same
+from references import assert_same, gradients
 
 import functx
 from functx import checkpoint_policies as cp
@@ -137,28 +137,6 @@ class TestOfTheAllocator:
             torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", ["backward", "grad", "vmap"])
-def test_regions_do_not_wait_for_the_device(way):
-    weights, x = problem("cuda")
-    loss = loss_with(functx.remat(body))
-
-    def run():
-        if way == "grad":
-            return functx.grad(loss)(weights, x)
-        if way == "vmap":
-            return functx.vmap(functx.grad(loss, 1), (None, 0))(weights, x)
-        leaves = [w.clone().requires_grad_() for w in weights]
-        return torch.autograd.grad(loss(leaves, x), leaves)
-
-    run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def wave(x):
     y = torch.sin(x)
     return torch.exp(y)
@@ -220,27 +198,31 @@ def stream_of(device, own):
     torch.cuda.current_stream().wait_stream(stream)
 
 
+def twice(loss, weights, x):
+    leaves = [w.requires_grad_() for w in weights]
+    out = loss(leaves, x)
+    return [torch.autograd.grad(out, leaves, retain_graph=True) for _ in range(2)]
+
+
+WAYS = {
+    "backward": lambda loss, weights, x: gradients(lambda weights: loss(weights, x), weights),
+    "grad": lambda loss, weights, x: functx.grad(loss)(weights, x),
+    "vmap": lambda loss, weights, x: functx.vmap(functx.grad(loss, 1), (None, 0))(
+        weights, x[:, None]
+    ),
+    "twice": twice,
+}
+
+
 @pytest.mark.parametrize("policy", NAMED.values(), ids=NAMED)
 @pytest.mark.parametrize("own_stream", [False, True])
-@pytest.mark.parametrize("way", ["backward", "grad", "vmap", "twice"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_gradients_are_those_of_kept_values(policy, own_stream, way, device):
     x = torch.linspace(-1, 1, HIGH * WIDE, device=device).view(HIGH, WIDE)
-
-    def gradients(policy):
-        loss = loss_of(policy)
-        if way == "grad":
-            return functx.grad(loss)(weights(device), x)
-        if way == "vmap":
-            return functx.vmap(functx.grad(loss, 1), (None, 0))(weights(device), x[:, None])
-        leaves = [w.requires_grad_() for w in weights(device)]
-        out = loss(leaves, x)
-        first = torch.autograd.grad(out, leaves, retain_graph=way == "twice")
-        return first if way == "backward" else (first, torch.autograd.grad(out, leaves))
-
     with stream_of(device, own_stream):
         for _ in range(3):  # memory is used again while copies may be under way
-            ours = gradients(policy)
-        expected = gradients(KEPT)
+            ours = way(loss_of(policy), weights(device), x)
+        expected = way(loss_of(KEPT), weights(device), x)
     assert_same(ours, expected)
 
 
@@ -269,15 +251,16 @@ class TestMemory:
         assert host.is_pinned()
         assert host.device.type == "cpu"
 
-    def test_nobody_waits_for_the_device(self):
+    @pytest.mark.parametrize("policy", ["none", "offload"])
+    @pytest.mark.parametrize("way", ["backward", "grad", "vmap"])
+    def test_nobody_waits_for_the_device(self, way, policy):
         """Copies are queued: neither forward nor backward synchronizes."""
         x = torch.randn(HIGH, WIDE, device="cuda")
-        leaves = [w.requires_grad_() for w in weights("cuda")]
-        loss = loss_of(NAMED["offload"])
-        loss(leaves, x).backward()
+        loss = loss_of(NAMED["offload"] if policy == "offload" else None)
+        WAYS[way](loss, weights("cuda"), x)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            loss(leaves, x).backward()
+            WAYS[way](loss, weights("cuda"), x)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

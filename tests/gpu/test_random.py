@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from cases import identity, seeded
-from references import assert_same
+from cases import identity, judged_by, seeded, unchanged
 from torch import nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
@@ -22,14 +21,14 @@ def state(device):
     return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
 
 
-def same_with_and_without(program, device):
-    """Values, gradients and the generator afterwards."""
+def drawn(program, device):
+    """A judge: values, gradients and the generator afterwards are those without remat."""
 
-    def run(remat):
+    def seeded(remat):
         torch.manual_seed(3)
         return program(remat), state(device)
 
-    assert_same(run(functx.remat), run(identity), eps=8)
+    unchanged(seeded, eps=8)
 
 
 def backward(f, x):
@@ -51,19 +50,17 @@ def test_a_replay_draws_what_its_forward_drew(draw, way, device):
         gradient = functx.grad(loss)
         return (functx.vmap(gradient, randomness="different") if way == "vmap" else gradient)(x)
 
-    same_with_and_without(program, device)
+    drawn(program, device)
 
 
-def test_a_generator_may_be_an_argument(device):
-    def run(remat):
-        generator = torch.Generator(device).manual_seed(5)
-        noisy = lambda x, generator: x.sin() * torch.randn(8, generator=generator, device=device)
-        region = remat(noisy)
-        x = torch.linspace(0, 1, 8, device=device)
-        found = backward(lambda x: region(x, generator) * region(x, generator), x)
-        return found, generator.get_state()
-
-    assert_same(run(functx.remat), run(identity))
+@judged_by(unchanged)
+def test_a_generator_may_be_an_argument(remat, device):
+    generator = torch.Generator(device).manual_seed(5)
+    noisy = lambda x, generator: x.sin() * torch.randn(8, generator=generator, device=device)
+    region = remat(noisy)
+    x = torch.linspace(0, 1, 8, device=device)
+    found = backward(lambda x: region(x, generator) * region(x, generator), x)
+    return found, generator.get_state()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from cases import numbers
-from references import Operations, count, no_garbage_collection, peak
+from references import Operations, count, gradients, no_garbage_collection, peak
 
 import functx
 from functx import _schedules
@@ -32,8 +32,7 @@ def until(x, n):
 
 
 def autograd(f, x, *args, **kwargs):
-    leaf = x.detach().requires_grad_()
-    return torch.autograd.grad(f(leaf, *args, **kwargs), leaf)[0]
+    return gradients(lambda x: f(x, *args, **kwargs), x)
 
 
 def grad(f, x, *args, **kwargs):
@@ -44,18 +43,18 @@ def per_example(f, x, *args, **kwargs):
     return functx.vmap(functx.grad(lambda x: f(x, *args, **kwargs)))(x)
 
 
-gradients = pytest.mark.parametrize("gradient", [autograd, grad, per_example])
+ways = pytest.mark.parametrize("gradient", [autograd, grad, per_example])
 
 
 class TestOfSteps:
-    @gradients
+    @ways
     @pytest.mark.parametrize(("steps", "slots"), [(1, 1), (2, 1), (9, 2), (33, 5), (7, 9)])
     def test_it_runs_the_least_again_for_its_slots(self, gradient, steps, slots):
         counts = count(gradient, loop, X, steps, slots=slots)
         assert counts["tanh"] == steps + optimum(steps, slots)
         assert counts["tanh_backward"] == steps
 
-    @gradients
+    @ways
     @pytest.mark.parametrize(("steps", "slots"), [(33, 5), (100, 10), (120, 4)])
     def test_the_peak_is_its_slots_and_a_cotangent_a_region(self, gradient, steps, slots):
         """The kept states but the first, which is the caller's, and one step's residual.

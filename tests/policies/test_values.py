@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import numbers
-from references import Operations, assert_same, count, no_garbage_collection
+from references import Operations, assert_same, count, gradients, no_garbage_collection
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functx
@@ -176,16 +176,8 @@ def chain(x, remat=lambda f: functx.remat(f, policy=POLICY)):
     return x.sum()
 
 
-def autograd(f):
-    def gradient(x):
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(f(x), x)[0]
-
-    return gradient
-
-
 STACKS = {
-    "autograd": autograd,
+    "autograd": lambda f: lambda x: gradients(f, x)[0],
     "grad": functx.grad,
     "vmap(grad)": lambda f: functx.vmap(functx.grad(f)),
     "torch.func.grad": torch.func.grad,

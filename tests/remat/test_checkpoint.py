@@ -8,18 +8,13 @@ import pytest
 import torch
 import torch.utils.checkpoint as theirs
 from cases import DTYPE, numbers
-from references import assert_same, count
+from references import assert_same, count, gradients
 from torch import nn
 
 import functx
 
 X = numbers(4)
 reentrant = pytest.mark.parametrize("reentrant", [None, False, True])
-
-
-def gradients(loss, *tensors):
-    tensors = [t.detach().clone().requires_grad_() for t in tensors]
-    return torch.autograd.grad(loss(*tensors), tensors)
 
 
 def body(x, y=None, *, scale=1.0):

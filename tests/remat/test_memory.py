@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from references import Operations, no_garbage_collection, peak
+from references import Operations, gradients, no_garbage_collection, peak
 from torch import nn
 
 import functx
@@ -39,8 +39,7 @@ def plain_loss(weights, x):
 
 
 def autograd(f, weights, x):
-    weights = [w.detach().requires_grad_() for w in weights]
-    return torch.autograd.grad(f(weights, x), weights)
+    return gradients(lambda weights: f(weights, x), weights)
 
 
 class TestPeaks:
