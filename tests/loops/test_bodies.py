@@ -52,36 +52,11 @@ def that_draws(loop):
     return *gradients(loop(body, x, 13), x), torch.rand(1), own.get_state()
 
 
-def that_draws_for_each_example(loop):
-    def found(randomness):
-        value = lambda x: loop(lambda x: F.dropout(torch.sin(x), 0.5), x, 9).sum()
-        torch.manual_seed(3)
-        return functx.vmap(functx.grad(value), randomness=randomness)(numbers(4, 3))
-
-    return found("same"), found("different")
-
-
-def with_batch_norm(loop):
-    norm, x = nn.BatchNorm1d(3, dtype=DTYPE), numbers(4, 3).requires_grad_()
-    y = loop(lambda x: norm(x).sin(), x, 9)
-    return gradients(y, x, *norm.parameters()), dict(norm.named_buffers())
-
-
 def with_loops_and_regions_inside(loop):
     outer = lambda x: loop(lambda x: loop(torch.sin, x * 1.1, 4), x, 3)
     x = numbers(3).requires_grad_()
     y = (outer if loop is plain.of_steps else functx.remat(outer))(x)
     return y, torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
-def that_differentiates(loop):
-    """Gradient descent, and the gradient of that with respect to its rate."""
-
-    def trained(rate):
-        loss = lambda w: (torch.sin(w * numbers(3)) - numbers(3, start=1.0)).square().sum()
-        return loss(loop(lambda w: w - rate * functx.grad(loss)(w), numbers(3), 9))
-
-    return functx.grad(trained)(torch.tensor(0.1, dtype=DTYPE))
 
 
 def that_passes_an_input_through(loop):
@@ -93,10 +68,7 @@ def that_passes_an_input_through(loop):
 BODIES = [
     of_a_module_with_other_parameters,
     that_draws,
-    that_draws_for_each_example,
-    with_batch_norm,
     with_loops_and_regions_inside,
-    that_differentiates,
     that_passes_an_input_through,
 ]
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import functx
 from functx.compat import random, to_jax
 
-from ..helpers import as_usual, assert_close
+from ..helpers import as_usual
 from .test_bits import DRAWS as BITS
-from .test_bits import JAX, TORCH, flax_dropout
+from .test_bits import JAX, TORCH
 
 # Beside those of `test_bits`, which has them unbatched.
 DRAWS = {
@@ -70,33 +69,6 @@ def test_a_lowered_function_may_have_a_key_of_its_own():
     agree("", got, jax.random.uniform(jax.random.split(jax.random.key(5))[1], (3,)))
     with pytest.raises(TypeError, match="key of rbg"):
         to_jax(random.split)(jax.random.key(0, impl="rbg"))
-
-
-def network(key, weight, x):
-    first, second = random.split(key)
-    hidden = random.dropout(first, torch.tanh(x @ weight), 0.4)
-    return (random.dropout(second, hidden @ weight, 0.4) ** 2).sum()
-
-
-def jax_network(key, weight, x):
-    first, second = jax.random.split(key)
-    hidden = flax_dropout(first, jnp.tanh(x @ weight), 0.4)
-    return (flax_dropout(second, hidden @ weight, 0.4) ** 2).sum()
-
-
-TRANSFORMS = {
-    "grad": lambda of, f: of.grad(f, 0),
-    "hessian": lambda of, f: of.hessian(f),
-    "vmap(grad)": lambda of, f: lambda w: of.vmap(of.grad(f))((w * 1.0)[None]),
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_a_dropout_network_agrees_with_jax(transform):
-    weight, x = torch.randn(3, 3), torch.randn(4, 3)
-    of_jax = TRANSFORMS[transform](jax, lambda w: jax_network(jax.random.key(1), w, x.numpy()))
-    region = lambda w: functx.remat(network)(random.key(1), w, x)
-    assert_close(jax.jit(of_jax)(weight.numpy()), TRANSFORMS[transform](functx, region)(weight))
 
 
 @pytest.mark.sweep  # the compiler takes seconds

@@ -106,16 +106,10 @@ SHAPE = (4, 5)
 # Of those that torch's database has, a few: it is compared by distribution too.
 DRAWS = {
     "random_": lambda x: x.clone().random_(10),
-    "geometric_": lambda x: x.clone().geometric_(0.3),
     "randn": lambda x: torch.randn(SHAPE),
     "randperm": lambda x: torch.randperm(7),
-    "bernoulli": torch.bernoulli,
     "normal": lambda x: torch.normal(x, 0.1),
     "poisson": lambda x: torch.poisson(3 * x),
-    "feature_alpha_dropout": lambda x: functional.feature_alpha_dropout(
-        x.expand(2, 3, 4, 5), 0.3, training=True
-    ),
-    "rrelu": lambda x: functional.rrelu(x - 0.5, training=True),
     "attention": lambda x: functional.scaled_dot_product_attention(
         *[x.reshape(1, 4, 5)] * 3, dropout_p=0.3
     ),

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from whole_models import hf
 
 import functx
 from functx._errors import LoweringError
@@ -145,19 +144,6 @@ def test_an_exported_program_is_lowered(decomposed):
     gradient = jax.grad(lambda p: fn(p, arrays(x)).sum())(params)
     net(x).sum().backward()
     assert_close(gradient, {n: p.grad for n, p in net.named_parameters()}, rtol=1e-5)
-
-
-def test_a_model_of_transformers_gives_torch_s_gradient():
-    pytest.importorskip("transformers")
-    net, ids = hf.build("llama", dtype=torch.float32).eval(), torch.randint(1, 31, (2, 7))
-    params, fn = to_jax(net)
-    forward = lambda p, i: fn(p, input_ids=i, labels=i, use_cache=False).loss
-    step = jax.jit(jax.value_and_grad(forward))
-    loss, gradient = step(params, arrays(ids))
-    expected = net(input_ids=ids, labels=ids).loss
-    expected.backward()
-    assert_close(loss, expected)
-    assert_close(gradient, {n: p.grad for n, p in net.named_parameters()}, rtol=1e-4)
 
 
 def test_what_is_no_state_of_the_module_is_refused():
