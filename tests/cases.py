@@ -44,16 +44,18 @@ def apply(library, name, f):
     return getattr(library, name)(f)
 
 
+def dense(weights, x):
+    """Layers whose derivatives read their results."""
+    for w in weights:
+        x = torch.tanh(x @ w)
+    return x
+
+
 def deep_mlp(layers=24, batch=64, width=16):
     """Weights, an input, and the loss of a plain deep network of square layers."""
     weights = [numbers(width, width, start=float(i)) / 2 for i in range(layers)]
 
-    def loss(weights, x):
-        for w in weights:
-            x = torch.tanh(x @ w)
-        return x.square().sum()
-
-    return weights, numbers(batch, width), loss
+    return weights, numbers(batch, width), lambda weights, x: dense(weights, x).square().sum()
 
 
 def seeded(build, *args):

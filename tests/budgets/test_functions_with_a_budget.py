@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from cases import custom_function
+from cases import custom_function, dense
 from references import assert_same, count, peak, total
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,14 +17,8 @@ from .networks import NETWORKS, Chain, there_and_back
 pytestmark = pytest.mark.usefixtures("no_hooks")
 
 
-def layers(weights, x):
-    for w in weights:
-        x = torch.tanh(x @ w)
-    return x
-
-
 def mlp(weights, x):
-    return layers(weights, x).square().sum()
+    return dense(weights, x).square().sum()
 
 
 WEIGHTS = [torch.randn(24, 24, generator=torch.Generator().manual_seed(i)) / 5 for i in range(10)]
@@ -100,7 +94,7 @@ class TestState:
             assert_same(list(planned.buffers()), list(plain.buffers()))
 
     def test_results_may_be_no_tensors_or_inputs(self):
-        f = lambda x: {"out": layers(WEIGHTS, x), "n": 3, "w": WEIGHTS[0], "none": None}
+        f = lambda x: {"out": dense(WEIGHTS, x), "n": 3, "w": WEIGHTS[0], "none": None}
 
         leaf = X.clone().requires_grad_()
         result = functx.remat(lambda x: {**f(x), "x": x}, budget=0.8)(leaf)
@@ -247,9 +241,9 @@ def test_settings_inside_are_those_of_each_operation():
 
 def test_settings_around_it_choose_the_plan():
     autocast = lambda: torch.autocast("cpu", torch.bfloat16)
-    assert_same(*both(layers, 0.9, autocast))
+    assert_same(*both(dense, 0.9, autocast))
     w = [w.clone().requires_grad_() for w in SQUARES]
-    planned = functx.remat(layers, budget=1.0)
+    planned = functx.remat(dense, budget=1.0)
     assert planned(w, SMALL).dtype == torch.float32
     with autocast():  # the plan for other settings is another one
         assert planned(w, SMALL).dtype == torch.bfloat16

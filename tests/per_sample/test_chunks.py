@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from cases import DTYPE, deep_mlp, numbers
+from cases import DTYPE, deep_mlp, dense, numbers
 from references import assert_same, count, peak
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -88,12 +88,6 @@ class TestOutOfMemory:
         assert "can't be undone" in caught.value.__notes__[0]
 
 
-def network(weights, x):
-    for w in weights:
-        x = torch.tanh(x @ w)
-    return x
-
-
 class TestBudget:
     @pytest.mark.parametrize(
         "make",
@@ -101,7 +95,7 @@ class TestBudget:
     )
     def test_it_is_kept_and_used(self, make):
         weights, x, loss = deep_mlp(layers=6, batch=16, width=24)
-        scores = lambda w, x: network(w, x)[:4]
+        scores = lambda w, x: dense(w, x)[:4]
         function = {"jacobian": scores, "gram": scores, "map_reduce": functx.grad(loss)}
         options = {"clipped_sum": {"max_norm": 1.0}, "map_reduce": {"in_dims": (None, 0)}}
         make, _, others = make.partition(" of ")
