@@ -30,13 +30,13 @@ def per_sample(model, inputs):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in hf.CASES if name != "mixtral"])
+@pytest.mark.parametrize("name", [name for name in hf.CLASSES if name != "mixtral"])
 def test_per_sample_gradients_are_those_of_the_model_in_less_memory(name):
     inputs, plain = hf.batch(name, length=LENGTH), hf.build(name)
     expected, plain_peak = per_sample(plain, inputs), peak(per_sample, plain, inputs)
     assert all(g.shape[0] == 3 for g in expected.values())
     assert sum(g.abs().max() > 1e-6 for g in expected.values()) > len(expected) / 2
-    model, context = hf.checkpointed(plain, WAYS[[*hf.CASES].index(name) % 2])
+    model, context = hf.checkpointed(plain, WAYS[[*hf.CLASSES].index(name) % 2])
     with context:
         assert_same(per_sample(model, inputs), expected, eps=64)
         assert peak(per_sample, model, inputs) < 0.8 * plain_peak
