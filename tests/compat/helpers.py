@@ -5,6 +5,7 @@ import re
 import jax
 import numpy as np
 import torch
+from cases import dense
 
 import functx
 from functx.compat._bridge import array_from_torch
@@ -54,9 +55,7 @@ def chain(segment):
     """An MLP cut into regions of ``segment`` layers; 0 is no region."""
 
     def run(x, *ws):
-        for w in ws:
-            x = torch.tanh(x @ w)
-        return x
+        return dense(ws, x)
 
     def net(ws, x):
         for i in range(0, LAYERS, segment or LAYERS):

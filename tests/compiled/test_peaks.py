@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from budgets.networks import Residual
 from cases import numbers
 from references import gradients
 from torch import nn
-from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import functx
 from functx import checkpoint_policies as cp
@@ -52,20 +53,6 @@ def pointwise(x, w):
     return torch.sin(x * w.sum(0)).exp().tanh() + torch.cos(x)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)])
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norms[0](x)).reshape(2, ROWS // 2, 3, 4, -1).permute(2, 0, 3, 1, 4)
-        mixed = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
-        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
 def blocks(make, *shape):
     torch.manual_seed(0)
     net = nn.Sequential(*[make() for _ in range(4)]).double()
@@ -87,6 +74,7 @@ def outside(loss):
     return lambda x: gradients(lambda x: loss(WEIGHTS, x), x)
 
 
+in_math = sdpa_kernel(SDPBackend.MATH)  # fused attention has one derivative
 by_data = lambda loss: functx.grad(lambda x: loss(WEIGHTS, x))
 by_weights = lambda loss: lambda x: functx.grad(loss)(WEIGHTS, x)
 PROGRAMS = {
@@ -98,7 +86,7 @@ PROGRAMS = {
     "names": by_weights(stack(waves, policy=cp.save_only_these_names("x"))),
     "budget": by_data(stack(layer, 12, budget=0.7)),
     "per example": lambda x: functx.vmap(functx.grad(stack(layer)), (None, 0))(WEIGHTS, x),
-    "transformer": blocks(Block, 2, ROWS // 2, WIDTH),
+    "transformer": in_math(blocks(lambda: Residual(WIDTH), 2, ROWS // 2, WIDTH)),
     "convolutions": blocks(convolutions, 4, 2, 16, 16),
     "HVP": hvp(stack(layer)),
     "hessian": lambda x: functx.hessian(lambda x: stack(layer)(WEIGHTS, x[None]))(x[0]),

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from cases import DTYPE, identity, numbers
+from cases import DTYPE, dense, identity, numbers
 from references import assert_same
 from torch import func as torch_func
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -66,12 +66,7 @@ def test_chunks_of_jacrev_change_nothing(chunk_size):
 def test_chunks_of_jacrev_take_less_and_the_last_frees_what_is_kept():
     weights = [numbers(64, 64) / 8 for _ in range(10)]
 
-    def f(x):
-        for w in weights:
-            x = torch.tanh(x @ w)
-        return x.sum(0)[:8]
-
-    x = numbers(512, 64)
+    f, x = lambda x: dense(weights, x).sum(0)[:8], numbers(512, 64)
     jacobian, kept = 8 * x.nbytes, 10 * x.nbytes
     for chunk_size in (1, 2, 4):
         peak = functx.memory.peak(functx.jacrev(f, chunk_size=chunk_size), x)
