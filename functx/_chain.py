@@ -16,8 +16,11 @@ Source:
 
 from __future__ import annotations
 
+import functools
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Tree = Sequence[Any]
@@ -30,23 +33,19 @@ FINEST = 120
 class BlockCosts(NamedTuple):
     """What one block costs; sizes in bytes."""
 
-    forward: int  # most live while it runs forward, what it is given included
     saved: int  # on its tape
     backward: int  # most live while it is pulled back, its tape and all gradients included
-    later: int  # cotangents of what it gives, and all gradients, when later blocks are pulled back
     work: int  # of its forward, in FLOPs; an element of anything but a product counts as one
 
 
-class ChainCosts(NamedTuple):
-    """What a chain costs; sizes in bytes."""
+@dataclass
+class Handed:
+    """Memory that goes from one block to the next."""
 
-    blocks: list[BlockCosts]
-    # [i][j]: of what block j is given, what blocks i to j - 1 make (nothing for the results);
-    leaving: list[list[int]]
-    # of that, what they have on their tapes;
-    given: list[list[int]]
-    # and of what block i is given, what no block before j has on its tape.
-    unsaved: list[list[int]]
+    storage: weakref.ref[Any]
+    nbytes: int
+    made: int  # by the block before this one; 0 if it was there before
+    kept: int = -1  # no block before this one has it on its tape; -1 for what is held otherwise
 
 
 class Point(NamedTuple):
@@ -57,18 +56,30 @@ class Point(NamedTuple):
     tree: tuple[Any, ...]  # how
 
 
-def frontier(chain: ChainCosts) -> list[Point]:
-    """Ways to run a chain, by memory, each with less work than the one before."""
-    blocks, unsaved = chain.blocks, chain.unsaved
+def frontier(blocks: Sequence[BlockCosts], states: Sequence[Sequence[Handed]]) -> list[Point]:
+    """Ways to run a chain, by memory, each with less work than the one before.
+
+    ``states`` are what each block is given; the results come last, and are not counted.
+    """
     n = len(blocks)
+
+    @functools.cache
+    def made(i: int, j: int, kept: bool = False) -> int:
+        """Bytes that block j is given of blocks i to j - 1, or only what they have on tapes."""
+        return sum(h.nbytes for h in states[j] if h.made > i and not (kept and h.kept >= j))
+
+    @functools.cache
+    def unsaved(i: int, j: int) -> int:
+        """Bytes that block i is given, and that no block before j has on its tape."""
+        return sum(h.nbytes for h in states[i] if h.kept >= j)
+
     work_before = [0, *itertools.accumulate(block.work for block in blocks)]
     solved = {(i, i): [Point(0, 0, ())] for i in range(n + 1)}
     for length in range(1, n + 1):
         for start in range(n - length + 1):
             end, block = start + length, blocks[start]
             # A region's pullback holds the cotangents that it is given until it has ended.
-            backward = block.backward + chain.leaving[start + 1][end]
-            least = max(block.forward + blocks[end - 1].later, backward)
+            least = block.backward + made(start + 1, end)
             found = [
                 Point(max(least, block.saved + p.memory), p.work, (start, *p.tree))
                 for p in solved[start + 1, end]
@@ -76,8 +87,8 @@ def frontier(chain: ChainCosts) -> list[Point]:
             # All of it in one region would be pulled back at once: as much memory, and more work.
             for cut in range(start + 1, end):
                 # Beside its inside a region has what it is given; the rest, what the region gives.
-                beside = unsaved[start][cut] + chain.leaving[cut][end]
-                leaves = unsaved[start][start] + chain.given[start][cut]
+                beside = unsaved(start, cut) + made(cut, end)
+                leaves = unsaved(start, start) + made(start, cut, kept=True)
                 inside = [(beside + p.memory, 0, p) for p in solved[start, cut]]
                 rest = [(leaves + p.memory, 1, p) for p in solved[cut, end]]
                 again = work_before[cut] - work_before[start]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from functx import _torch, _tree
 from functx._aten import flops_of
-from functx._chain import BlockCosts, ChainCosts, Tree, numbers_in
+from functx._chain import BlockCosts, Handed, Tree, numbers_in
 from functx._recording import OperationBlock
 from functx._remat import Options, run, tape_of
 from functx._storages import LiveStorages, no_collection, storages_of
@@ -95,17 +95,11 @@ class MeasuredChain(LiveStorages):
 
     def __init__(self, blocks: Blocks, x: Any, required: Sequence[bool]) -> None:
         super().__init__()
-        n = len(blocks)
-        self._forward, self._backward, self._work = ([0] * n for _ in range(3))
-        self._pulled = n  # the number of the block that is pulled back, or was last
-        # Of each cut between blocks: the number of the first node that autograd makes after it,
-        # bytes live in the forward and in the backward, and of what goes from one block to the
-        # next the storages, their sizes, and which block made them.
-        self._first_nodes: list[int] = []
-        self._live: list[int] = []
-        self._back = [0] * (n + 1)
-        self._states: list[list[tuple[weakref.ref[Any], int, int]]] = []
-        self._given, self._unsaved = ([[0] * (n + 1) for _ in range(n + 1)] for _ in range(2))
+        self.states: list[list[Handed]] = []  # what goes from one block to the next
+        self._live: list[int] = []  # bytes there, in the forward
+        self._first_nodes: list[int] = []  # the number of the first node that autograd makes after
+        self._backward, self._work = ([0] * len(blocks) for _ in range(2))
+        self._pulled = len(blocks)  # the number of the block that is pulled back, or was last
         tensors, how = _tree.parted(x)
 
         def chain(*leaves: Tensor) -> Any:
@@ -118,54 +112,48 @@ class MeasuredChain(LiveStorages):
 
         with no_collection(), self:
             there_and_back(chain, tensors, required)
+        self._pull_back(0)
 
     def _cross(self, state: Any) -> None:
         """The forward goes from one block to the next."""
-        at = len(self._states)
-        known = {id(s()): made for s, _, made in self._states[-1]} if at else {}
+        known = {id(h.storage()): h for h in self.states[-1]} if self.states else {}
         storages = {id(s): s for t in _tree.parted(state)[0] for s in storages_of(t)}
-        refs = [(weakref.ref(s), s.nbytes(), known.get(k, at)) for k, s in storages.items()]
-        self._states.append(refs)
+        at = len(self.states)
+        self.states.append(
+            [
+                known.get(key) or Handed(weakref.ref(s), s.nbytes(), made=at)
+                for key, s in storages.items()
+            ]
+        )
         self._first_nodes.append(_torch.next_sequence_number())
         self._live.append(self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and count it for its block."""
-        n, at, node = len(self._work), len(self._states) - 1, _torch.current_node()
-        is_backward = node is not None and at == n
+        at, node = len(self.states) - 1, _torch.current_node()
+        is_backward = node is not None and at == len(self._work)
         if is_backward:
             number = _torch.sequence_number(node)
             self._pull_back(bisect.bisect_right(self._first_nodes, number) - 1)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        peaks, block = (self._backward, self._pulled) if is_backward else (self._forward, at)
-        if block < n:
-            peaks[block] = max(peaks[block], self.live)
-            if not (is_backward or func.is_view or out is NotImplemented):
-                self._work[block] += flops_of(func, args, kwargs or {}, out)
+        if is_backward and self._pulled < len(self._work):
+            self._backward[self._pulled] = max(self._backward[self._pulled], self.live)
+        elif at < len(self._work) and not func.is_view and out is not NotImplemented:
+            self._work[at] += flops_of(func, args, kwargs or {}, out)
         return out
 
     def _pull_back(self, block: int) -> None:
         """A block is pulled back: of later ones nothing is, from now on."""
-        for j in range(block + 1, self._pulled + 1):
-            self._back[j] = self.live
-            given = [(made, nbytes) for s, nbytes, made in self._states[j] if s() is not None]
-            for i, state in enumerate(self._states[: j + 1]):
-                self._given[i][j] = sum(nbytes for made, nbytes in given if made > i)
-                self._unsaved[i][j] = sum(nbytes for s, nbytes, _ in state if s() is None)
-        self._pulled = min(self._pulled, block)
+        if block < self._pulled:
+            for h in itertools.chain.from_iterable(self.states):
+                if h.kept < 0 and h.storage() is None:
+                    h.kept = self._pulled
+            self._pulled = block
 
-    def costs(self) -> ChainCosts:
+    def costs(self) -> list[BlockCosts]:
         """What each block costs."""
-        self._pull_back(0)
-        saved = [live - self._unsaved[i][i] for i, live in enumerate(self._live)]
-        later = [*(back - s for back, s in zip(self._back[1:-1], saved[1:])), 0]
-        tapes = [after - s for s, after in itertools.pairwise(saved)]
-        forward, backward = (
-            [most - s for most, s in zip(peaks, saved)] for peaks in (self._forward, self._backward)
-        )
-        blocks = [*map(BlockCosts, forward, tapes, backward, later, self._work)]
-        leaving = [
-            [*(sum(nbytes for _, nbytes, made in s if made > i) for s in self._states[:-1]), 0]
-            for i in range(len(self._states))
-        ]
-        return ChainCosts(blocks, leaving, self._given, self._unsaved)
+        unsaved = [sum(h.nbytes for h in s if h.kept >= i) for i, s in enumerate(self.states)]
+        saved = [live - nbytes for live, nbytes in zip(self._live, unsaved)]
+        tapes = [after - before for before, after in itertools.pairwise(saved)]
+        backward = [most - before for most, before in zip(self._backward, saved)]
+        return [*map(BlockCosts, tapes, backward, self._work)]

@@ -248,10 +248,10 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
     with torch.enable_grad():
         chain = MeasuredChain(blocks, _tree.joined(own, how), required)
         costs, taken = chain.costs(), chain.peak
-        work = [cost.work for cost in costs.blocks]
+        work = [cost.work for cost in costs]
         allowed = int(budget * chain.peak) if isinstance(budget, float) else budget
         if chain.peak > allowed:
-            trees = [point.tree for point in frontier(costs)]
+            trees = [point.tree for point in frontier(costs, [*chain.states[:-1], ()])]
             # The model of memory only orders the trees; what counts is what they are measured to
             # take: of those that are allowed, the one with the least work done again.
             near = trees[: bisect.bisect_right(trees, allowed, key=peak) + NEAR]
