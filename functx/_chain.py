@@ -109,13 +109,9 @@ def _useful(points: list[Point]) -> list[Point]:
     for point in sorted(points, key=lambda p: (p.memory, p.work)):
         if not useful or point.work < useful[-1].work:
             useful.append(point)
-    if len(useful) <= FINEST:
-        return useful
     low, high = useful[0].memory, useful[-1].memory
-    kept: dict[int, Point] = {}  # by interval, the one with the least memory; the last is alone
-    for point in useful:
-        kept.setdefault((point.memory - low) * (FINEST - 1) // (high - low), point)
-    return [*kept.values()]
+    step = (high - low) // FINEST + 1 if len(useful) > FINEST else 1
+    return [*{(p.memory - low + step - 1) // step: p for p in useful}.values()]
 
 
 def numbers_in(tree: Iterable[Any]) -> list[Any]:

@@ -26,7 +26,6 @@ from functx._errors import RematError
 from functx._recording import Recording, record
 from functx._remat import Options, is_tracked, listening, on_budget, remat, unseen
 from functx._residuals import undisturbed
-from functx._schedules import segments
 from functx._storages import storages_of
 from functx._tensor_names import labels
 from functx._validate import check_callable, checked_budget, describe, name_of
@@ -255,8 +254,7 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
             # The model of memory only orders the trees; what counts is what they are measured to
             # take: of those that are allowed, the one with the least work done again.
             near = trees[: bisect.bisect_right(trees, allowed, key=peak) + NEAR]
-            equal = [tree for tree in _segmentations(len(blocks)) if tree not in trees]
-            candidates = [*reversed(near), *equal, *reversed(trees)]
+            candidates = [*reversed(near), *reversed(trees)]
             found = next((tree for tree in candidates if peak(tree) <= allowed), None)
             if found is None:
                 raise ValueError(
@@ -266,12 +264,6 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
             tree, taken, again = found, peak(found), work_again(found, work)
     names = _names_of(blocks)
     return Plan(len(blocks), tree, allowed, taken, chain.peak, sum(work), again, names)
-
-
-def _segmentations(n: int) -> list[Tree]:
-    """Trees of equal segments, for where the model of memory is wrong."""
-    cuts = [segments(n, k) for k in range(2, n + 1)]
-    return [(*(tuple(range(*c)) for c in cut[:-1]), *range(*cut[-1])) for cut in cuts]
 
 
 def _names_of(blocks: Blocks) -> tuple[str, ...]:

@@ -127,16 +127,11 @@ class Recording(TorchFunctionMode):
             layouts = [self.layouts[n] for n, at in born.items() if at < cut <= last[n]]
             return sum(shape.numel() * dtype.itemsize for shape, dtype, _ in layouts)
 
-        def window(cut: int) -> int:
-            return round(cut * MOST_BLOCKS / end)
-
         inner = [cut for cut in range(1, end) if cut not in self.uncut]
         if len(inner) >= MOST_BLOCKS:  # of about as many operations each, where least is handed on
-            near: dict[int, list[int]] = {}
-            for cut in sorted(inner, key=lambda cut: abs(cut - window(cut) * end / MOST_BLOCKS)):
-                near.setdefault(window(cut), []).append(cut)
-            middle = range(1, MOST_BLOCKS)
-            inner = [min(near[i], key=handed_on) for i in middle if i in near]
+            by_size = sorted(reversed(inner), key=handed_on, reverse=True)
+            least = {round(cut * MOST_BLOCKS / end): cut for cut in by_size}
+            inner = [least[i] for i in range(1, MOST_BLOCKS) if i in least]
         return [
             OperationBlock(self.operations[a:b], dying[a:b])
             for a, b in itertools.pairwise([0, *inner, end])
