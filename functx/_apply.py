@@ -37,11 +37,8 @@ class RegionForward:
         self.__self__ = module
         self.options = options
         self.own = own
-        forward = self._forward_of(module)
+        functools.update_wrapper(self, self._forward_of(module), updated=())
         self.__func__ = type(module).forward
-        for name in ("__name__", "__qualname__"):
-            setattr(self, name, getattr(forward, name, "forward"))
-        self.__doc__ = getattr(forward, "__doc__", None)
         self._is_marked = _submodules.is_marked_layer(module)
 
     @property
@@ -60,7 +57,11 @@ class RegionForward:
             name = type(module).__name__
             args, kwargs = _without_cache(name, args, kwargs)
             if module.training and getattr(module, "gradient_checkpointing", False):
-                _warn_once(_twice(name))
+                _warn_once(
+                    f"{name!r} is checkpointed by transformers too, so it runs once more than need "
+                    "be. Call model.gradient_checkpointing_disable(), or keep it and use "
+                    "functx.patch_checkpoint() in place of apply_remat."
+                )
         return run(forward, args, kwargs, self.options)
 
     def _forward_of(self, module: nn.Module) -> Any:
@@ -69,13 +70,6 @@ class RegionForward:
         if torch.compiler.is_compiling():  # of a method, the compiler of torch 2.11 knows nothing
             return functools.partial(type(module).forward, module)
         return type(module).forward.__get__(module)
-
-    @property
-    def __globals__(self) -> Any:
-        """What ``torch.jit.script`` reads first of a function."""
-        raise AttributeError(
-            f"torch.jit.script can't read {self!r}; call functx.remove_remat(model) before"
-        )
 
     def __reduce__(self) -> Any:
         return RegionForward, (self.__self__, self.options, self.own)
@@ -158,9 +152,6 @@ def apply_remat(
                 f"apply_remat: {name!r} was made by functx.remat and is a region already. Leave it "
                 "out of where, or build the model without."
             )
-        checkpointed = getattr(module, "gradient_checkpointing", False)
-        if checkpointed and _submodules.is_marked_layer(module):
-            raise ValueError(f"apply_remat: {_twice(name)}")
     for name, module in found:
         title = f"{name} ({type(module).__name__})" if name else type(module).__name__
         own = vars(module).get("forward")
@@ -238,14 +229,6 @@ def _is_empty(cache: Any) -> bool:
     """Whether this is a cache that holds nothing."""
     length = getattr(cache, "get_seq_length", None)
     return length is not None and not length()
-
-
-def _twice(layer: str) -> str:
-    return (
-        f"{layer!r} is checkpointed by transformers too, so it would run once more than need be. "
-        "Call model.gradient_checkpointing_disable() first, or keep it and use "
-        "functx.patch_checkpoint() in place of apply_remat."
-    )
 
 
 @functools.cache

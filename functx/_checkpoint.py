@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from functx._errors import RematError
 from functx._loops import checked_chain, composed
 from functx._remat import checked_options, run
 from functx._torch import compiler
@@ -47,15 +46,15 @@ def checkpoint(
     Args:
         function: any callable.
         *args: its arguments, any pytrees.
-        use_reentrant: torch's choice between two implementations. Here is one, which computes what
-            ``function`` would. ``True`` further means what it means there: replays run in full,
-            and keyword arguments, ``context_fn`` and ``debug`` are errors. It does *not* bring
-            back that parameters get no gradient where no argument requires one.
+        use_reentrant: torch's choice between two implementations. Here is one, which takes all
+            options and computes what ``function`` would; with ``True`` replays run in full, as
+            there. It does *not* bring back that parameters get no gradient where no argument
+            requires one.
         context_fn: returns two context managers, for the forward and for replays. Those that
             `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes are understood as
             the ``policy`` of `functx.remat`; others are entered around ``function``.
         determinism_check: as for `functx.remat`.
-        debug: as for `functx.remat`; not together with ``context_fn``.
+        debug: as for `functx.remat`.
         early_stop: ``False`` runs replays in full. Else they leave out what no gradient needs.
             Torch's ``set_checkpoint_early_stop`` overrules it, as ``set_checkpoint_debug_enabled``
             overrules ``debug``.
@@ -69,7 +68,7 @@ def checkpoint(
 
     Raises:
         TypeError: ``function`` is not callable, or an option has the wrong type.
-        ValueError: options that exclude each other, or a value that is not known.
+        ValueError: the value of an option is not known.
         functx.RematError: where the promise can't be kept; a ``CheckpointError`` of torch.
 
     Example:
@@ -84,28 +83,13 @@ def checkpoint(
     asked_to_stop, asked_to_debug = compiler.checkpoint_overrules()
     debug = debug if asked_to_debug is None else asked_to_debug
     early_stop = early_stop if asked_to_stop is None else asked_to_stop
+    early_stop = early_stop and not use_reentrant
     has_contexts = context_fn is not noop_context_fn
     if respect_saved_tensors_hooks:
         raise ValueError(
             "checkpoint: respect_saved_tensors_hooks=True: saved-tensor hooks do not see what a "
             "region keeps. Leave it out; to keep it in host memory, pass functx.remat a policy "
             "such as checkpoint_policies.offload_dot_with_no_batch_dims('device', 'pinned_host')."
-        )
-    if use_reentrant:
-        early_stop = False
-        if kwargs:
-            raise ValueError(
-                f"Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True, as in "
-                "torch, checkpoint takes positional arguments only; pass use_reentrant=False."
-            )
-        if has_contexts or debug:
-            raise ValueError(
-                "Passing `context_fn` or `debug` is only supported when use_reentrant=False."
-            )
-    if debug and has_contexts:
-        raise ValueError(
-            "checkpoint: debug=True and a context_fn exclude each other, as in torch. Leave out "
-            "one of them."
         )
     if has_contexts and compiler.in_plain_graph():
         return torch_checkpoint(
@@ -191,9 +175,5 @@ def _entered(function: Any, forward: Any, replays: Any) -> Callable[..., Any]:
     def body(*args: Any, **kwargs: Any) -> Any:
         with coming.pop() if coming else replays:
             return function(*args, **kwargs)
-        raise RematError(
-            "checkpoint: a context of context_fn suppressed an exception of the function, which "
-            "then has no result. Let exceptions pass."
-        )
 
     return body

@@ -129,7 +129,7 @@ class Recording(TorchFunctionMode):
 
         inner = [cut for cut in range(1, end) if cut not in self.uncut]
         if len(inner) >= MOST_BLOCKS:  # of about as many operations each, where least is handed on
-            by_size = sorted(reversed(inner), key=handed_on, reverse=True)
+            by_size = sorted(inner, key=lambda cut: (-handed_on(cut), -cut))
             least = {round(cut * MOST_BLOCKS / end): cut for cut in by_size}
             inner = [least[i] for i in range(1, MOST_BLOCKS) if i in least]
         return [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import nn
@@ -92,28 +92,16 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def _marked(named: Named, caller: str) -> Named:
-    """The layers that transformers or diffusers marks as worth checkpointing."""
-    for _, m in named:
-        if getattr(m, MARKED, False) is True and caller == "apply_remat":
-            raise ValueError(
-                f"{caller}: {type(m).__name__} is checkpointed by its library already. Call "
-                "gradient_checkpointing_disable() of a model of transformers first, or "
-                "disable_gradient_checkpointing() of diffusers, or keep it and use "
-                "functx.patch_checkpoint()."
-            )
+    """The layers that transformers marks; or what marked modules have in lists, as in diffusers."""
     if layers := [(name, m) for name, m in named if is_marked_layer(m)]:
         return layers
-    model, blocks = named[0][1], set[int]()
-    for _, owner in named:
-        if hasattr(owner, MARKED):  # it checkpoints its blocks, but those with blocks of their own
-            parts = [part for part in _blocks(owner) if not _flagged(part)]
-            if not parts and owner is not model and not any(map(_flagged, owner.children())):
-                parts = [owner]
-            blocks.update(map(id, parts))
+    marked = {id(m) for _, m in named if any(hasattr(part, MARKED) for part in m.modules())}
+    owned = [part for _, m in named if hasattr(m, MARKED) for part in m.children()]
+    blocks = {id(m) for part in owned if isinstance(part, nn.ModuleList) for m in part} - marked
     if not blocks:
         raise ValueError(
-            f"{caller}: no layer of {type(model).__name__} is marked for gradient checkpointing. "
-            f"Name the layers instead. {_hint(named)}"
+            f"{caller}: no layer of {type(named[0][1]).__name__} is marked for gradient "
+            f"checkpointing. Name the layers instead. {_hint(named)}"
         )
     return [(name, m) for name, m in named if id(m) in blocks]
 
@@ -124,18 +112,6 @@ def is_marked_layer(module: nn.Module) -> bool:
         c.__name__ == "GradientCheckpointingLayer" and c.__module__.startswith("transformers.")
         for c in type(module).__mro__
     )
-
-
-def _blocks(owner: nn.Module) -> Iterator[nn.Module]:
-    """What a module has in lists, and what it has that is called a block."""
-    for part in owner.children():
-        if isinstance(part, nn.ModuleList) or "Block" in type(part).__name__:
-            yield from part if isinstance(part, nn.ModuleList) else [part]
-
-
-def _flagged(module: nn.Module) -> bool:
-    """Whether it, or something in it, checkpoints by itself."""
-    return any(hasattr(part, MARKED) for part in module.modules())
 
 
 def _nothing(named: Named, where: Any, containers: Named) -> str:

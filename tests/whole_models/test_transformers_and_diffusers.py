@@ -99,24 +99,21 @@ def test_no_cache_of_keys_is_used_where_a_derivative_is_taken(name):
     assert_same(ours, run(hf.build(name)), eps=64)
 
 
-def test_what_transformers_checkpoints_already_is_refused():
-    model = hf.build("llama")
-    model.gradient_checkpointing_enable()
-    for where in ("gradient_checkpointing", "model.layers.*"):
-        with pytest.raises(ValueError, match=r"gradient_checkpointing_disable"):
-            functx.apply_remat(model, where)
-    unet = hf.build_unet()
-    unet.enable_gradient_checkpointing()
-    with pytest.raises(ValueError, match="disable_gradient_checkpointing"):
-        functx.apply_remat(unet, "gradient_checkpointing")
-
-
-def test_what_transformers_checkpoints_as_well_is_told_so():
+@pytest.mark.parametrize("where", ["gradient_checkpointing", "model.layers.*"])
+@pytest.mark.parametrize("before", [True, False])
+def test_what_transformers_checkpoints_as_well_is_told_so(before, where):
     functx._apply._warn_once.cache_clear()
-    model = functx.apply_remat(hf.build("llama"), "gradient_checkpointing")
-    model.gradient_checkpointing_enable()
+    model, inputs = hf.build("llama"), {k: v[0] for k, v in hf.batch("llama").items()}
+    if before:
+        model.gradient_checkpointing_enable()
+    functx.apply_remat(model, where)
+    if not before:
+        model.gradient_checkpointing_enable()
     with pytest.warns(UserWarning, match=r"once more than need be.*gradient_checkpointing_disable"):
-        model.train()(**{k: v[0] for k, v in hf.batch("llama").items()}).loss.backward()
+        loss = model.train()(**inputs).loss
+    ours = torch.autograd.grad(loss, list(model.parameters()))
+    plain = hf.build("llama")
+    assert_same(ours, torch.autograd.grad(plain(**inputs).loss, list(plain.parameters())), eps=64)
 
 
 @pytest.mark.sweep  # the compiler takes seconds for the smallest of models
