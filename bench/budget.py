@@ -43,12 +43,8 @@ class Network(nn.Module):
 
 
 def peak_of(tree: Any, blocks: Any, x: Any) -> int:
-    tensors, how = _tree.parted(x)
-
-    def body(*leaves: Any) -> Any:
-        return _costs.walk(tree, blocks, _tree.joined(leaves, how))
-
-    return _costs.peak_of(body, tensors, [True] * len(tensors))
+    wanted = [True] * len(_tree.leaves(x))
+    return _costs.peak_of(lambda x: _costs.walk(tree, blocks, x), x, wanted)
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:

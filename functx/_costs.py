@@ -49,18 +49,17 @@ def _region(tree: Tree, blocks: Blocks, x: Any, options: Options) -> Any:
     return {**passed, **run(lambda x: walk(tree, blocks, x, own), (needed,), {}, own)}
 
 
-def there_and_back(
-    body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequence[bool]
-) -> Any:
-    """Run ``body`` and pull back once, where this is called: on plain autograd, or by `grad`.
+def there_and_back(f: Callable[[Any], Any], x: Any, wanted: Sequence[bool]) -> Any:
+    """Run ``f(x)`` and pull back once, where this is called: on plain autograd, or by `grad`.
 
-    Returns the gradients of the ``wanted`` tensors, and of leaves that ``body`` reaches otherwise.
+    Returns the gradients of the ``wanted`` tensors in ``x``, and of leaves that ``f`` reaches.
     """
+    tensors, how = _tree.parted(x)
     given = [t for t, w in zip(tensors, wanted) if w]
 
     def forward(given: Sequence[Tensor]) -> list[Tensor]:
         it = iter(given)
-        out = body(*(next(it) if w else t for t, w in zip(tensors, wanted)))
+        out = f(_tree.joined([next(it) if w else t for t, w in zip(tensors, wanted)], how))
         return [t for t in _tree.parted(out)[0] if t.grad_fn is not None]
 
     if _torch.peek_interpreter() is None:
@@ -80,10 +79,10 @@ def there_and_back(
     return grad(number)(given) if given else forward(given)[:0]
 
 
-def peak_of(body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequence[bool]) -> int:
-    """The most bytes live while ``body`` runs and is pulled back, beside what was there before."""
+def peak_of(f: Callable[[Any], Any], x: Any, wanted: Sequence[bool]) -> int:
+    """The most bytes live while ``f(x)`` runs and is pulled back, beside what was there before."""
     with no_collection(), LiveStorages() as storages:
-        there_and_back(body, tensors, wanted)
+        there_and_back(f, x, wanted)
     return storages.peak
 
 
@@ -100,10 +99,8 @@ class MeasuredChain(LiveStorages):
         self._first_nodes: list[int] = []  # the number of the first node that autograd makes after
         self._backward, self._work = ([0] * len(blocks) for _ in range(2))
         self._pulled = len(blocks)  # the number of the block that is pulled back, or was last
-        tensors, how = _tree.parted(x)
 
-        def chain(*leaves: Tensor) -> Any:
-            state = _tree.joined(leaves, how)
+        def chain(state: Any) -> Any:
             for block in blocks:
                 self._cross(state)
                 state = block(state)
@@ -111,7 +108,7 @@ class MeasuredChain(LiveStorages):
             return state
 
         with no_collection(), self:
-            there_and_back(chain, tensors, required)
+            there_and_back(chain, x, required)
         self._pull_back(0)
 
     def _cross(self, state: Any) -> None:

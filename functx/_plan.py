@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from functx import _torch, _tree
 from functx._chain import Tree, frontier, numbers_in, work_again
@@ -235,17 +235,15 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
     required = tracked if True in tracked else can
     with torch.no_grad():  # off all tapes; what is not differentiated may be written to
         own = [t.detach() if r else t.detach().clone() for t, r in zip(tensors, required)]
+    x = _tree.joined(own, how)
 
     @functools.cache
     def peak(tree: Tree) -> int:
-        def body(*leaves: Tensor) -> Any:
-            return walk(tree, blocks, _tree.joined(leaves, how))
-
-        return peak_of(body, own, required)
+        return peak_of(lambda x: walk(tree, blocks, x), x, required)
 
     tree, again = tuple(range(len(blocks))), 0
     with torch.enable_grad():
-        chain = MeasuredChain(blocks, _tree.joined(own, how), required)
+        chain = MeasuredChain(blocks, x, required)
         costs, taken = chain.costs(), chain.peak
         work = [cost.work for cost in costs]
         allowed = int(budget * chain.peak) if isinstance(budget, float) else budget

@@ -105,14 +105,8 @@ def all_trees(start, end):
 
 def pullback_peak(tree, blocks, x):
     """What a tree is measured to take: one forward, and one pullback of everything."""
-    tensors, how = _tree.parted(x)
-    wanted = [True] * len(tensors)
-    return peak(
-        _costs.there_and_back,
-        lambda *leaves: _costs.walk(tree, blocks, _tree.joined(leaves, how)),
-        tensors,
-        wanted,
-    )
+    wanted = [True] * len(_tree.leaves(x))
+    return peak(_costs.there_and_back, lambda x: _costs.walk(tree, blocks, x), x, wanted)
 
 
 def works(blocks, x):
