@@ -71,6 +71,13 @@ class RegionForward:
             return functools.partial(type(module).forward, module)
         return type(module).forward.__get__(module)
 
+    @property
+    def __globals__(self) -> Any:
+        """What ``torch.jit.script`` reads first of a function."""
+        raise AttributeError(
+            f"torch.jit.script can't read {self!r}; call functx.remove_remat(model) before"
+        )
+
     def __reduce__(self) -> Any:
         return RegionForward, (self.__self__, self.options, self.own)
 

@@ -306,6 +306,12 @@ def test_what_can_mean_no_module_is_an_error(call, says):
         call()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_a_model_with_regions_that_is_scripted_is_an_error_that_names_remove_remat():
+    with pytest.raises(AttributeError, match=r"remove_remat\(model\)"):
+        torch.jit.script(functx.apply_remat(Model(), "layers.*"))
+
+
 def test_regions_are_listed():
     model = Model()
     assert functx.remat_regions(model) == []
