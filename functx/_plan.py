@@ -26,6 +26,7 @@ from functx._errors import RematError
 from functx._recording import Recording, record
 from functx._remat import Options, is_tracked, listening, on_budget, remat, unseen
 from functx._residuals import undisturbed
+from functx._schedules import segments
 from functx._storages import storages_of
 from functx._tensor_names import labels
 from functx._validate import check_callable, checked_budget, describe, name_of
@@ -249,10 +250,11 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
         allowed = int(budget * chain.peak) if isinstance(budget, float) else budget
         if chain.peak > allowed:
             trees = [point.tree for point in frontier(costs, [*chain.states[:-1], ()])]
-            # The model of memory only orders the trees; what counts is what they are measured to
+            # The model of memory only says where to look; what counts is what trees are measured to
             # take: of those that are allowed, the one with the least work done again.
             near = trees[: bisect.bisect_right(trees, allowed, key=peak) + NEAR]
-            candidates = [*reversed(near), *reversed(trees)]
+            near = sorted(near + _segmentations(len(blocks)), key=lambda t: work_again(t, work))
+            candidates = [*near, *reversed(trees)]
             found = next((tree for tree in candidates if peak(tree) <= allowed), None)
             if found is None:
                 raise ValueError(
@@ -262,6 +264,12 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
             tree, taken, again = found, peak(found), work_again(found, work)
     names = _names_of(blocks)
     return Plan(len(blocks), tree, allowed, taken, chain.peak, sum(work), again, names)
+
+
+def _segmentations(n: int) -> list[tuple[Any, ...]]:
+    """Trees of equal segments: no plan is to do more again than the best of these."""
+    cuts = [segments(n, k) for k in range(2, n + 1)]
+    return [(*(tuple(range(*c)) for c in cut[:-1]), *range(*cut[-1])) for cut in cuts]
 
 
 def _names_of(blocks: Blocks) -> tuple[str, ...]:
