@@ -46,15 +46,15 @@ def checkpoint(
     Args:
         function: any callable.
         *args: its arguments, any pytrees.
-        use_reentrant: torch's choice between two implementations. Here is one, which takes all
-            options and computes what ``function`` would; with ``True`` replays run in full, as
-            there. It does *not* bring back that parameters get no gradient where no argument
-            requires one.
+        use_reentrant: torch's choice between two implementations. Here is one, which computes what
+            ``function`` would; with ``True`` replays run in full, and keyword arguments,
+            ``context_fn`` and ``debug`` are errors, as there. It does *not* bring back that
+            parameters get no gradient where no argument requires one.
         context_fn: returns two context managers, for the forward and for replays. Those that
             `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes are understood as
             the ``policy`` of `functx.remat`; others are entered around ``function``.
         determinism_check: as for `functx.remat`.
-        debug: as for `functx.remat`.
+        debug: as for `functx.remat`; not together with ``context_fn``.
         early_stop: ``False`` runs replays in full. Else they leave out what no gradient needs.
             Torch's ``set_checkpoint_early_stop`` overrules it, as ``set_checkpoint_debug_enabled``
             overrules ``debug``.
@@ -68,7 +68,7 @@ def checkpoint(
 
     Raises:
         TypeError: ``function`` is not callable, or an option has the wrong type.
-        ValueError: the value of an option is not known.
+        ValueError: options that exclude each other, or a value that is not known.
         functx.RematError: where the promise can't be kept; a ``CheckpointError`` of torch.
 
     Example:
@@ -85,6 +85,13 @@ def checkpoint(
     early_stop = early_stop if asked_to_stop is None else asked_to_stop
     early_stop = early_stop and not use_reentrant
     has_contexts = context_fn is not noop_context_fn
+    # As in torch, and in its words.
+    if use_reentrant and kwargs:
+        raise ValueError(f"Unexpected keyword arguments: {','.join(kwargs)}; use_reentrant=True")
+    if use_reentrant and (has_contexts or debug):
+        raise ValueError("`context_fn` or `debug` is only supported when use_reentrant=False.")
+    if debug and has_contexts:
+        raise ValueError("debug=True is incompatible with non-default context_fn")
     if respect_saved_tensors_hooks:
         raise ValueError(
             "checkpoint: respect_saved_tensors_hooks=True: saved-tensor hooks do not see what a "
