@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from functx import _distributed, _torch
+from functx import _distributed, _torch, _tree
 from functx._errors import RematError
 from functx._norms import NORMALISATIONS
 from functx._remat import departures, examples, levels
 from functx._remat.calls import CAPTURE, DATA, INSIDE, Call, is_simple
 from functx._remat.ledger import Record, leave_out
 from functx._remat.listener import Listener
-from functx._remat.operators import tensors_in
 from functx._remat.region import Inputs
 
 _REQUIRES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
@@ -221,11 +220,10 @@ class Captures(Listener):
 
     def _special(self, call: Call, func: Any, args: Any, kwargs: Any) -> None:
         if func in ENGINE:
-            if any(map(self._is_given, tensors_in(args[:1], None))):
+            if any(map(self._is_given, _tree.leaves(args[:1]))):
                 raise departures.refused(
                     f"{self.region.title} pulls back something that was computed outside, whose "
-                    "tape holds tensors that can't be seen. Compute it inside, or pull it back "
-                    "outside."
+                    "tape can't be seen. Compute it inside, or pull it back outside."
                 )
         elif func is _LABEL:
             _distributed.check(args[0], self.region.title)
@@ -248,12 +246,13 @@ class Captures(Listener):
                 "it outside of the region."
             )
 
-    def _is_given(self, t: Tensor) -> bool:
-        """Whether it is an input itself, no wrapper of it, and not made of data inside."""
+    def _is_given(self, t: Any) -> bool:
+        """Whether it is an input itself, no wrapper of it, not made of data inside; or older."""
+        if hasattr(t, "_sequence_nr"):  # a node, of an edge that is pulled back
+            return bool(t._sequence_nr() < self.first_node)
         number = self.number_of(t)
-        if number is None or number >= 0 or -1 - number in self.made:
-            return False
-        return t is self.standins[-1 - number]
+        given = number is not None and number < 0 and -1 - number not in self.made
+        return given and t is self.standins[-1 - number]  # type: ignore[operator]
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
         """A tensor made of data, here or in a region inside: kept, as an input (rule 3)."""
