@@ -75,7 +75,7 @@ def _copied(f: types.FunctionType, key: list[Any], copies: dict[int, Any]) -> An
         copies[id(cell)] = types.CellType()
     closure = tuple(copies[id(cell)] for cell in f.__closure__)
     copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, closure)
-    copies[id(f)] = copy
+    copies[id(f)] = f  # what a function knows itself by, ``type(self).forward is forward``
     copy.__kwdefaults__, copy.__qualname__ = f.__kwdefaults__, f.__qualname__
     copy.__dict__.update(f.__dict__)
     for cell in new:
@@ -83,6 +83,7 @@ def _copied(f: types.FunctionType, key: list[Any], copies: dict[int, Any]) -> An
             copies[id(cell)].cell_contents = _frozen(cell.cell_contents, key, copies)
         except ValueError:  # not bound yet
             key.append(None)
+    copies[id(f)] = copy
     return copy
 
 
