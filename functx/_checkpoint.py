@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from functx._errors import RematError
 from functx._loops import checked_chain, composed
 from functx._remat import checked_options, run
 from functx._torch import compiler
@@ -182,5 +183,9 @@ def _entered(function: Any, forward: Any, replays: Any) -> Callable[..., Any]:
     def body(*args: Any, **kwargs: Any) -> Any:
         with coming.pop() if coming else replays:
             return function(*args, **kwargs)
+        raise RematError(
+            "checkpoint: a context of context_fn suppressed an exception of the function, which "
+            "then has no result. Let exceptions pass."
+        )
 
     return body

@@ -145,6 +145,15 @@ class TestContexts:
             functx.checkpoint(body, X, context_fn=contexts)
         assert len(log) == 2
 
+    def test_they_must_let_exceptions_pass(self):
+        contexts = lambda: (contextlib.suppress(KeyError), contextlib.nullcontext())
+
+        def fails(x):
+            raise KeyError
+
+        with pytest.raises(functx.RematError, match="suppressed"):
+            functx.checkpoint(fails, X.clone().requires_grad_(), context_fn=contexts)
+
     @pytest.mark.parametrize(("way", "kind"), [("backward", "list"), ("vmap(grad)", "function")])
     def test_selective_contexts_are_policies(self, way, kind):
         def saves_products(context, op, *args, **kwargs):
