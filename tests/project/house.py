@@ -118,7 +118,7 @@ WINGS = {
             *("functx._apply", "functx._submodules", "functx._patch", "functx._checkpoint"),
             "functx._distributed",
         ),
-        1_556,
+        1_568,
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
     "per_sample": (("functx.per_sample",), 2_500),
