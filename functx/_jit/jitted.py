@@ -116,7 +116,7 @@ class Jitted:
 
             code = self._codes[key] = Code(flat, self.backend, self.dynamic, state.known)
         results = call(code, tensors, state.tensors)
-        return _tree.joined(results, code.rest)
+        return _tree.joined(results, code.last.rest)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)

@@ -8,6 +8,7 @@ the function runs in eager: put around these, `functx.jit` makes one graph of th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from functx._remat import is_tracked, read_outside
 from functx._torch import compiler, dual_level, graphs, is_legacy_batched, level_of
 from functx._validate import has_derivatives
 
+_MAKING = threading.RLock()  # torch traces and compiles in one thread at a time
 Tensors = Sequence[Tensor]
 # From arguments and state, the tensors among what a function returns, and the rest of it.
 Flat = Callable[[Tensors, Tensors], tuple[Sequence[Tensor], Any]]
@@ -38,33 +40,30 @@ class Code:
         self._programs: dict[Any, list[JittedProgram]] = {}
         self._pullbacks: dict[Any, Code] = {}
         self.draws = False  # random numbers
-        self.rest: Any = None  # of what the function returned last, beside tensors
+        self.last: Any = threading.local()  # ``rest``: what was returned last, beside tensors
 
     def program(self, tensors: Tensors, state: Tensors, mask: tuple[bool, ...]) -> JittedProgram:
         """The graphs for such inputs, of which those in ``mask`` are differentiated."""
         sized = state if self.dynamic else (*tensors, *state)
-        key = (
-            *(mask, tuple([(t.shape, t.stride()) for t in sized])),
-            *[(t.ndim, t.dtype, t.device) for t in (*tensors, *state)],
-        )
+        kinds = [(t.ndim, t.dtype, t.device) for t in (*tensors, *state)]
+        key = (mask, *kinds, tuple([(t.shape, t.stride()) for t in sized]))
         programs = self._programs.setdefault(key, [])
         found = next((p for p in programs if p.holds_for(tensors)), None)
         if found is None:
-            found = self._made(tensors, state, mask)
-            programs.append(found)
-        self.rest = found.rest
+            with _MAKING:  # or another thread has made it meanwhile
+                found = next((p for p in programs if p.holds_for(tensors)), None)
+                if found is None:
+                    programs.append(found := self._made(tensors, state, mask))
+        self.last.rest = found.rest
         return found
 
     def _made(self, tensors: Tensors, state: Tensors, mask: tuple[bool, ...]) -> JittedProgram:
         """A new program: with sizes as symbols, as long as that works."""
+        dynamic = self.dynamic and not self._needs_numbers
         try:
-            return JittedProgram(
-                self, tensors, state, mask, self.dynamic and not self._needs_numbers
-            )
-        except TracingError:
-            raise
+            return JittedProgram(self, tensors, state, mask, dynamic)
         except Exception as error:
-            if not self.dynamic or self._needs_numbers:
+            if isinstance(error, TracingError) or not dynamic:
                 raise
             found = JittedProgram(self, tensors, state, mask, False)  # or the function's own error
             self._needs_numbers = True
@@ -208,7 +207,7 @@ def call(code: Code, tensors: Tensors, state: Tensors) -> list[Tensor]:
             "it runs in eager inside of vmap and jvp, and where it reads a tensor of a transform "
             "around otherwise than through its arguments. Put functx.jit around the transforms",
         )
-        results, code.rest = code.flat(tensors, state)
+        results, code.last.rest = code.flat(tensors, state)
         return [*results]
     given = [*tensors, *state]
     mask = tuple(torch.is_grad_enabled() and is_tracked(t) for t in given)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import threading
 import weakref
 
 import pytest
@@ -266,6 +267,25 @@ def test_a_jitted_function_works_inside_of_a_region():
     jitted = functx.jit(lambda x: torch.sin(x @ WEIGHTS[0]), backend=as_traced)
     f = lambda x: jitted(torch.cos(x)).exp().sum()
     assert_same(functx.grad(functx.remat(f))(numbers(3, 4)), functx.grad(f)(numbers(3, 4)), eps=8)
+
+
+def test_threads_that_call_it_for_the_first_time_share_one_graph():
+    again, found, threads, x = threading.Event(), [], [], numbers(3)
+
+    def backend(module, examples):
+        if threads:
+            again.set()
+        else:
+            threads.append(threading.Thread(target=lambda: found.append(jitted(2 * x))))
+            threads[0].start()
+            again.wait(0.2)
+        return module
+
+    jitted = functx.jit(torch.sin, backend=backend)
+    assert_same(jitted(x), x.sin(), eps=4)
+    threads[0].join()
+    assert_same(found[0], (2 * x).sin(), eps=4)
+    assert not again.is_set()
 
 
 def test_torch_compile_around_it_leaves_it_as_it_is():
