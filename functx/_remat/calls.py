@@ -64,7 +64,7 @@ class Call:
 
     def __init__(self, func: Any, given: list[Any]) -> None:
         self.func = func  # what was called; of a region or a transform, its title
-        self.grad = torch.is_grad_enabled()  # compared where a plan is followed
+        self.grad = torch.is_grad_enabled()
         # For each argument, those in containers too, the number of a tensor, or a tuple that says
         # what else it is:
         self.given = given
@@ -159,7 +159,7 @@ def same_function(one: Any, other: Any) -> bool:
 
 def same_call(one: Call, other: Call, strict: bool) -> bool:
     """Whether two calls are of one function and given the same tensors; if strict, all the same."""
-    if not same_function(one.func, other.func):
+    if one.grad is not other.grad or not same_function(one.func, other.func):
         return False
     if one.given == other.given:
         return True

@@ -27,7 +27,8 @@ def described(call: Call | None) -> str:
     """A call, for a message."""
     if call is None:
         return "nothing more"
-    return f"{name_of(call.func)}({', '.join(map(_argument, call.given))})"
+    mode = "" if call.grad else " under no_grad"
+    return f"{name_of(call.func)}({', '.join(map(_argument, call.given))}){mode}"
 
 
 def _argument(number: Any) -> str:

@@ -195,8 +195,6 @@ def _modes_entered() -> int:
 
 def is_alike(call: Call, due: Call) -> bool:
     """Whether a call is one that the plan has, but perhaps for numbers."""
-    if call.grad is not due.grad:  # what is reached may be something else
-        return False
     if same_call(call, due, True):
         return True
     if type(call.func) not in _METHODS or not same_call(call, due, False):

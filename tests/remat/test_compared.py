@@ -74,6 +74,11 @@ NUMBERS = {
     ),
 }
 SEQUENCES = {
+    "the grad mode": Case(
+        lambda a, b: torch.set_grad_enabled(pick(True, False))(torch.sin)(a * a) * a.exp(),
+        "sin",
+        ("sin", "under no_grad"),
+    ),
     "a function": Case(lambda a, b: pick(torch.sin, torch.cos)(a * a).exp(), "sin", ("sin", "cos")),
     "the order": Case(
         lambda a, b: a.sin().exp() if pick(True, False) else a.exp().sin(), "sin", ("sin", "exp")
