@@ -2,7 +2,7 @@
 
 torch's formulas for the derivatives of layer_norm, batch_norm and instance_norm read the saved mean
 and deviation, which carry no derivative. So after the first derivative many are silently wrong
-(torch 2.11 to 2.13): forward mode differentiated again, ``grad(vmap(grad))`` and ``jacrev(jacrev)``
+(torch 2.11 to 2.14): forward mode differentiated again, ``grad(vmap(grad))`` and ``jacrev(jacrev)``
 with respect to weights, and the third order in reverse mode. Where derivatives nest inside of a
 functx transform, a layer keeps its value and takes its derivatives from its definition.
 """
