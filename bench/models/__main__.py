@@ -105,18 +105,8 @@ def _checkpointed(model, way):
             model.gradient_checkpointing_enable()
         model.disable_input_require_grads()  # for the reentrant checkpoint; no transform allows it
         return model, functx.patch_checkpoint()
-    with contextlib.suppress(ValueError):
-        return functx.apply_remat(model, "gradient_checkpointing"), contextlib.nullcontext()
-    modules = [(n, m, sum(p.numel() for p in m.parameters())) for n, m in model.named_modules()]
-    for kind in (torch.nn.ModuleList, torch.nn.Sequential):
-        lists = [
-            (size, name)
-            for name, m, size in modules
-            if type(m) is kind and not any(type(part) is kind for part in m)
-        ]
-        if lists:
-            return functx.apply_remat(model, f"{max(lists)[1]}.*"), contextlib.nullcontext()
-    raise ValueError("no list of layers")
+    apart.with_regions(model)
+    return model, contextlib.nullcontext()
 
 
 def _run(derivative, model, inputs):
@@ -135,7 +125,7 @@ def _run(derivative, model, inputs):
         def loss(values, mapped):
             return small_models.loss(functx.functional_call(model, values, (), inputs | mapped))
 
-        _settle(model)
+        apart.settle(model)
         f = functx.grad(loss)
         mapped = {n: t for n, t in inputs.items() if t.is_floating_point() or "input_ids" in n}
         if derivative == DERIVATIVES[2]:
@@ -144,15 +134,6 @@ def _run(derivative, model, inputs):
         gradients = [*f({n: p.detach() for n, p in trained.items()}, mapped).values()]
     numbers = np.random.get_state()[1], random.getstate()[1]
     return [*exact, torch.get_rng_state(), *map(torch.as_tensor, numbers)], gradients
-
-
-def _settle(model):
-    """No layer is skipped, and no statistics of batches are kept: transforms refuse both."""
-    for part in (*model.modules(), *(m.config for m in model.modules() if hasattr(m, "config"))):
-        for key in [key for key in vars(part) if key.endswith("layerdrop")]:
-            setattr(part, key, 0.0)
-        if getattr(part, "track_running_stats", False):
-            part.eval()
 
 
 def _compare(got, expected):
@@ -188,9 +169,9 @@ def _record(name):
     return record | {"seconds": round(time.monotonic() - start, 1)}
 
 
-def sweep(names=None, jobs=1):
-    """Yields what came of each type, of all types if none are named."""
-    yield from apart.sweep(_record, names, jobs)
+def sweep(work=None, jobs=1):
+    """Yields what came of each type."""
+    yield from apart.sweep(_record, work, jobs)
 
 
 def wrong(records):
@@ -233,7 +214,8 @@ def write(page, records):
 
 def _described(record):
     counts = Counter(" ".join(verdict[2:]).strip() for verdict in record["verdicts"])
-    return record["not built"] or ", ".join(f"{n} {what}" for what, n in counts.items())
+    found = record["not built"] or ", ".join(f"{n} {what}" for what, n in counts.items())
+    return f"{record['seconds']:5.1f} s  {found}"
 
 
 if __name__ == "__main__":

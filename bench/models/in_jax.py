@@ -1,10 +1,10 @@
 """Every model type of transformers as a JAX function: value and gradients, against torch's.
 
-``python -m bench.models.in_jax --jobs 2 --json FILE --page PAGE``. A type runs in a process of its
-own; a file of results, a line a type, is gone on with. The model is in eval mode and float64;
-gradients of all parameters of a sum over its outputs, by
+``python -m bench.models.in_jax --with remat,training,examples --json FILE --page PAGE``. A type
+runs in a process of its own; a file of results, a line a type, is gone on with. The model is in
+eval mode and float64; gradients of all parameters of a sum over its outputs, by
 ``jax.jit(jax.value_and_grad(to_jax(loss)))``. What the model would compute in float32 is float64
-too, in both, so that rounding hides nothing.
+too, in both, so that rounding hides nothing. ``--with`` adds what is in `columns`.
 """
 
 import statistics
@@ -13,16 +13,17 @@ import time
 from collections import Counter
 from importlib.metadata import version
 
-import torch
-
-import functx
 from bench.models import apart
 from bench.models.apart import line, parts
 from functx._command import small_models
 from functx.compat._crosscheck.precision import Widened
 
 LIMIT = 300  # seconds for a type
-EXACT = 1e-9  # of the largest number of all gradients
+COLUMNS = {
+    "remat": "layers as regions",
+    "training": "training mode, draws by a key",
+    "examples": "`jax.vmap(jax.grad)`, two inputs",
+}
 MEANING = {
     "same": "the same, to 1e-9 of the largest gradient",
     "differs": "differs",
@@ -55,31 +56,20 @@ KNOWN = {
 def judge(name):
     """The outcome for a type, a detail, and seconds to lower and to compile."""
     import jax
-    import numpy as np
 
+    from bench.models import columns
     from functx.compat import to_jax
 
     jax.config.update("jax_enable_x64", True)
-    cls, config, inputs = small_models.find(name)
-    model = small_models.make(cls, config).eval()
+    plain, (params, inputs) = small_models.loss_of(name)
+    found = {"model": plain.__name__}
 
-    # Sizes of images and masks are no arguments in JAX: models read them.
-    sizes = {n: t for n, t in inputs.items() if not t.is_floating_point() and "ids" not in n}
-    inputs = {n: t for n, t in inputs.items() if n not in sizes}
-
-    def loss(params, given):
+    def loss(params, inputs):
         with Widened():
-            return small_models.loss(functx.functional_call(model, params, (), sizes | given))
+            return plain(params, inputs)
 
-    params = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    found = {"model": cls.__name__}
-    leaves = {n: p.clone().requires_grad_() for n, p in params.items()}
-    value = loss(leaves, inputs)
-    gradients = torch.autograd.grad(value, [*leaves.values()], materialize_grads=True)
-    expected, value = dict(zip(params, gradients)), value.detach()
-    if not all(g.isfinite().all() for g in expected.values()):
-        return found | {"outcome": "not judged", "detail": "torch's gradients are not finite"}
-    args = jax.tree.map(lambda t: jax.numpy.asarray(t.numpy()), (params, inputs))
+    value, expected = columns.gradients_of(loss, params, inputs)
+    args = columns.arrays((params, inputs))
     start = time.perf_counter()
     try:
         lowered = jax.jit(jax.value_and_grad(to_jax(loss))).lower(*args)
@@ -89,38 +79,35 @@ def judge(name):
         jax_value, gradients = run(*args)
     except Exception as error:
         return found | {"outcome": "raises", "detail": line(error, 300)}
-    largest = max((g.abs().max().item() for g in expected.values() if g.numel()), default=1.0)
-    largest = max(largest, 1e-6)  # what is smaller in all is the rounding of a loss of about 1
-    off = max(
-        (g - torch.tensor(np.asarray(gradients[n]))).abs().max().item() / largest
-        for n, g in expected.items()
-        if g.numel()
-    )
-    off = max(off, abs(value.item() - float(jax_value)) / max(1.0, abs(value.item())))
-    outcome = "same" if off <= EXACT else "differs"
     seconds = {"lower": round(middle - start, 2), "compile": round(end - middle, 2)}
-    return found | {"outcome": outcome, "detail": f"{off:.1e}"} | seconds
+    return found | columns.compared(expected, gradients, value, jax_value) | seconds
 
 
-def _judged(name):
-    yield judge(name)
+def _judged(name, column):
+    if column is None:
+        yield judge(name)
+    else:
+        from bench.models import columns
+
+        yield columns.column(name, column)
 
 
-def _record(name):
-    """What came of a type, in a process of its own."""
+def _record(name, column=None):
+    """What came of a type, or of one in a column, in a process of its own."""
     start, found = time.monotonic(), {}
-    for part in parts(_judged, name, LIMIT):
+    for part in parts(_judged, name, LIMIT, column):
         if isinstance(part, dict):
             found = part
         elif part is not None:
             outcome = "not built" if part[0] == "raised" else "not run"
             found = {"outcome": outcome, "detail": part[1]}
-    return {"type": name} | found | {"seconds": round(time.monotonic() - start, 1)}
+    found["seconds"] = round(time.monotonic() - start, 1)
+    return {"type": name} | (found if column is None else {column: found})
 
 
-def sweep(names=None, jobs=1):
-    """Yields what came of each type, of all types if none are named."""
-    yield from apart.sweep(_record, names, jobs)
+def sweep(work=None, jobs=1):
+    """Yields what came of each type, and of each in a column."""
+    yield from apart.sweep(_record, work, jobs)
 
 
 def report(records):
@@ -161,8 +148,10 @@ def write(page, records):
 
 
 def _described(record):
-    return f"{record['outcome']}: {record.get('detail', '')}"
+    found = next((f"{c}: " for c in COLUMNS if c in record), "")
+    record = next((record[c] for c in COLUMNS if c in record), record)
+    return f"{record['seconds']:5.1f} s  {found}{record['outcome']}: {record.get('detail', '')}"
 
 
 if __name__ == "__main__":
-    apart.main(__doc__.partition("\n")[0], sweep, _described, report, write)
+    apart.main(__doc__.partition("\n")[0], sweep, _described, report, write, COLUMNS)

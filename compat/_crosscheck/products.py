@@ -7,7 +7,7 @@ compiled program, whose operations are named after the scopes that they were tra
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,11 +48,13 @@ class Products:
     replays: int
 
 
-def _products(operation: str) -> int:
+def _products(operation: str, args: Sequence[Any]) -> int:
     """How many an operation computes; kernels of attention hold several."""
     if operation.startswith("_scaled_dot_product"):
         return 5 if "backward" in operation else 2
-    return 2 if operation == "convolution_backward" else int(operation in _ONE)
+    if operation == "convolution_backward":
+        return sum(args[-1][:2])  # which gradients are asked for; that of a bias is a sum
+    return int(operation in _ONE)
 
 
 class _Counter(TorchDispatchMode):
@@ -67,7 +69,7 @@ class _Counter(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not isinstance(func, HigherOrderOperator):
-            number = _products(operation_name(func))
+            number = _products(operation_name(func), args)
             self.all += number
             self.recomputed += number if self._depth else 0
         return func(*args, **(kwargs or {}))
@@ -82,11 +84,17 @@ class _Counter(TorchDispatchMode):
             self._depth -= 1
 
 
-def count(run_torch: Callable[[], Any], program: Any) -> Products:
-    """Count the products of one computation: as torch runs it, and in the compiled JAX program."""
+def ran(run_torch: Callable[[], Any]) -> _Counter:
+    """Counts the products that torch runs."""
     counter = _Counter()
     with counter, on_replay(counter.replaying):
         run_torch()
+    return counter
+
+
+def count(run_torch: Callable[[], Any], program: Any) -> Products:
+    """Count the products of one computation: as torch runs it, and in the compiled JAX program."""
+    counter = ran(run_torch)
     found = [line for line in program.as_text().splitlines() if _PRODUCT_OF_XLA.search(line)]
     again = sum(RECOMPUTED in line for line in found)
     return Products(counter.all, counter.recomputed, len(found), again, counter.replays)

@@ -1,0 +1,212 @@
+"""More of a model type in JAX: layers as regions, training mode, gradients of each example.
+
+Each function takes a type's name and gives a record: an outcome, a detail, and its own figures.
+"""
+
+import jax
+import numpy as np
+import torch
+from jax.ad_checkpoint import checkpoint_name
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.models import apart
+from functx._command import small_models
+from functx.compat import random, to_jax
+from functx.compat._crosscheck.kept_bytes import kept_by_torch
+from functx.compat._crosscheck.precision import Widened
+from functx.compat._crosscheck.products import ran
+
+EXACT = 1e-9  # of the largest number of all gradients
+SEED = 7
+aten = torch.ops.aten
+
+
+class NoCase(Exception):
+    """A type has nothing that could be compared."""
+
+
+def arrays(tree):
+    return jax.tree.map(lambda t: jax.numpy.asarray(t.numpy()), tree)
+
+
+def gradients_of(loss, params, *rest):
+    leaves = {n: p.clone().requires_grad_() for n, p in params.items()}
+    value = loss(leaves, *rest)
+    found = torch.autograd.grad(value, [*leaves.values()], materialize_grads=True)
+    return value.detach(), dict(zip(params, found))
+
+
+def compared(expected, gradients, value=None, value_in_jax=0.0):
+    """An outcome, and how far gradients are apart, relative to the largest number of all."""
+    if not all(g.isfinite().all() for g in expected.values()):
+        return {"outcome": "not judged", "detail": "torch's gradients are not finite"}
+    largest = max((g.abs().max().item() for g in expected.values() if g.numel()), default=1.0)
+    largest = max(largest, 1e-6)  # what is smaller in all is the rounding of a loss of about 1
+    off = max(
+        (g - torch.tensor(np.asarray(gradients[n]))).abs().max().item() / largest
+        for n, g in expected.items()
+        if g.numel()
+    )
+    if value is not None:
+        off = max(off, abs(value.item() - float(value_in_jax)) / max(1.0, abs(value.item())))
+    return {"outcome": "same" if off <= EXACT else "differs", "detail": f"{off:.1e}"}
+
+
+def equations(jaxpr, names):
+    """How many equations of these names a program has, and those in its inner programs."""
+    values = [v for e in jaxpr.eqns for v in jax.tree.leaves([*e.params.values()])]
+    inner = [getattr(v, "jaxpr", v) for v in values]
+    found = sum(e.primitive.name in names for e in jaxpr.eqns)
+    return found + sum(equations(j, names) for j in inner if hasattr(j, "eqns"))
+
+
+def remat(name):
+    """Layers as regions: equations of ``jax.checkpoint``, bytes kept at regions, products."""
+    # A replay has no mode around it that would widen what a model casts to float32.
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    calls, hooks = [], []
+
+    def prepare(model):
+        for part in apart.with_regions(model):
+            hooks.append(part.register_forward_pre_hook(lambda *_: calls.append(None)))
+
+    try:
+        loss, (params, inputs) = small_models.loss_of(name, prepare)
+    except apart.NoLayers as error:
+        raise NoCase(str(error)) from None
+    with torch.no_grad():
+        loss(params, inputs)
+    for hook in hooks:
+        hook.remove()
+    if not calls:
+        raise NoCase("no layer is called as a module")
+    found = {"regions": len(calls)}
+    expected = {}
+    run = ran(lambda: expected.update(gradients_of(loss, params, inputs)[1]))
+    lowered, args = to_jax(loss), arrays((params, inputs))
+    gradient = jax.jit(jax.grad(lowered))
+    found["equations"] = equations(jax.make_jaxpr(lowered)(*args).jaxpr, ["remat2"])
+    products = ["dot_general", "conv_general_dilated"]
+    in_jax = equations(jax.make_jaxpr(gradient)(*args).jaxpr, products)
+    found |= {"products": [run.all, in_jax], "recomputed": run.recomputed}
+    values = [*params.values()], [*inputs.values()]
+
+    def flat(p, i):
+        return loss(dict(zip(params, p)), dict(zip(inputs, i)))
+
+    kept = kept_by_torch(flat, values, lowered.program(*args).captures).activations
+    found["kept"] = [kept, kept_in_jax(lowered, args)]
+    return found | compared(expected, gradient(*args))
+
+
+def kept_in_jax(lowered, args):
+    """Bytes of what entered a region and is among what a pullback holds, parameters aside."""
+
+    def residuals(params, inputs):
+        given, named = [], {}
+
+        def observe(operands, name):
+            for x in operands:
+                if isinstance(x, jax.core.Tracer) and not any(x is y for y in given):
+                    named.setdefault(id(x), (x, checkpoint_name(x, "operand")))
+            return [named.get(id(x), (x, x))[1] for x in operands]
+
+        def loss(params):
+            given[:] = jax.tree.leaves((params, inputs))
+            return lowered.observed(observe, params, inputs)
+
+        return jax.tree.leaves(jax.vjp(loss, params)[1])
+
+    program = jax.make_jaxpr(residuals)(*args).jaxpr
+    held = {v for v in program.outvars if not isinstance(v, jax.extend.core.Literal)}
+    operands = [e for e in program.eqns if e.primitive.name == "name"]
+    held = [e.outvars[0].aval for e in operands if held & {*e.outvars, *e.invars}]
+    return sum(aval.size * aval.dtype.itemsize for aval in held)
+
+
+class Drawn(TorchDispatchMode):
+    """Random numbers are drawn from a key, as `to_jax` draws them in JAX."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.key, self.number = random.key(seed), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        if func not in DRAWS:
+            raise NoCase(f"{func} draws what no key can be compared by")
+        key, like = random.fold_in(self.key, self.number), args[0]
+        self.number += 1
+        if not isinstance(like, torch.Tensor):
+            return DRAWS[func](key, torch.empty(like, dtype=(kwargs or {}).get("dtype")))
+        drawn = DRAWS[func](key, like, *args[1:])
+        return like.copy_(drawn) if func._schema.is_mutable else drawn
+
+
+def _uniform(key, x, low=0.0, high=1.0):
+    return random.uniform(key, x.shape, x.dtype, low, high)
+
+
+def _normal(key, x, mean=0.0, std=1.0):
+    return mean + std * random.normal(key, x.shape, x.dtype)
+
+
+def _bernoulli(key, x, p):
+    return random.bernoulli(key, p, x.shape).to(x.dtype)
+
+
+DRAWS = {
+    **dict.fromkeys((aten.bernoulli_.float, aten.bernoulli.p), _bernoulli),
+    **dict.fromkeys((aten.uniform_.default, aten.rand.default, aten.rand_like.default), _uniform),
+    **dict.fromkeys((aten.normal_.default, aten.randn.default, aten.randn_like.default), _normal),
+    aten.bernoulli.default: lambda key, p: random.bernoulli(key, p, p.shape).to(p.dtype),
+}
+
+
+def training(name):
+    """Training mode, without dropped layers and batch statistics; draws by the same key in both."""
+    loss, (params, inputs) = small_models.loss_of(name, lambda m: apart.settle(m.train()))
+
+    def widened(params, inputs):
+        with Widened():
+            return loss(params, inputs)
+
+    with Drawn(SEED) as drawn:
+        value, expected = gradients_of(widened, params, inputs)
+    if not drawn.number:
+        raise NoCase("it draws nothing")
+    gradient = jax.jit(jax.value_and_grad(to_jax(widened, rng=True), 1))
+    value_in_jax, gradients = gradient(jax.random.key(SEED), *arrays((params, inputs)))
+    found = compared(expected, gradients, value, value_in_jax)
+    return found | {"draws": drawn.number}
+
+
+def examples(name):
+    """``jax.vmap`` of the gradient over two inputs, and torch's gradients of one after another."""
+    loss, (params, inputs) = small_models.loss_of(name)
+
+    def widened(params, inputs):
+        with Widened():
+            return loss(params, inputs)
+
+    two = {n: torch.stack([t, t.roll(1, -1)]) for n, t in inputs.items()}
+    one = [gradients_of(widened, params, {n: t[i] for n, t in two.items()})[1] for i in range(2)]
+    expected = {n: torch.stack([g[n] for g in one]) for n in params}
+    gradients = jax.jit(jax.vmap(jax.grad(to_jax(widened)), (None, 0)))
+    return compared(expected, gradients(*arrays((params, two))))
+
+
+def column(name, which):
+    """The record of a type in a column; an error is an outcome."""
+    jax.config.update("jax_enable_x64", True)
+    try:
+        return JUDGES[which](name)
+    except NoCase as error:
+        return {"outcome": "no case", "detail": str(error)}
+    except Exception as error:
+        return {"outcome": "raises", "detail": apart.line(f"{type(error).__name__}: {error}", 300)}
+
+
+JUDGES = {"remat": remat, "training": training, "examples": examples}
