@@ -9,12 +9,13 @@ import torch
 from jax.ad_checkpoint import checkpoint_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.models import apart
+from bench.models import apart, diffusion
 from functx._command import small_models
 from functx.compat import random, to_jax
 from functx.compat._crosscheck.kept_bytes import kept_by_torch
 from functx.compat._crosscheck.precision import Widened
 from functx.compat._crosscheck.products import ran
+from functx.compat._torch import draws
 
 EXACT = 1e-9  # of the largest number of all gradients
 SEED = 7
@@ -72,7 +73,7 @@ def remat(name):
             hooks.append(part.register_forward_pre_hook(lambda *_: calls.append(None)))
 
     try:
-        loss, (params, inputs) = small_models.loss_of(name, prepare)
+        loss, (params, inputs) = small_models.loss_of(diffusion.find(name), prepare)
     except apart.NoLayers as error:
         raise NoCase(str(error)) from None
     with torch.no_grad():
@@ -95,7 +96,10 @@ def remat(name):
     def flat(p, i):
         return loss(dict(zip(params, p)), dict(zip(inputs, i)))
 
-    kept = kept_by_torch(flat, values, lowered.program(*args).captures).activations
+    try:
+        kept = kept_by_torch(flat, values, lowered.program(*args).captures).activations
+    except RuntimeError:  # torch's transforms refuse an autograd.Function without setup_context
+        kept = None
     found["kept"] = [kept, kept_in_jax(lowered, args)]
     return found | compared(expected, gradient(*args))
 
@@ -133,7 +137,7 @@ class Drawn(TorchDispatchMode):
         self.key, self.number = random.key(seed), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if not draws(func):
             return func(*args, **(kwargs or {}))
         if func not in DRAWS:
             raise NoCase(f"{func} draws what no key can be compared by")
@@ -165,9 +169,17 @@ DRAWS = {
 }
 
 
+def _settled(model):
+    """Training mode without what draws from Python's or NumPy's generators, or keeps statistics."""
+    apart.settle(model.train())
+    for config in [m.config for m in model.modules() if hasattr(m, "config")]:
+        if getattr(config, "apply_spec_augment", False):
+            config.apply_spec_augment = False
+
+
 def training(name):
-    """Training mode, without dropped layers and batch statistics; draws by the same key in both."""
-    loss, (params, inputs) = small_models.loss_of(name, lambda m: apart.settle(m.train()))
+    """Training mode: dropout draws by the same key in both."""
+    loss, (params, inputs) = small_models.loss_of(diffusion.find(name), _settled)
 
     def widened(params, inputs):
         with Widened():
@@ -185,7 +197,7 @@ def training(name):
 
 def examples(name):
     """``jax.vmap`` of the gradient over two inputs, and torch's gradients of one after another."""
-    loss, (params, inputs) = small_models.loss_of(name)
+    loss, (params, inputs) = small_models.loss_of(diffusion.find(name))
 
     def widened(params, inputs):
         with Widened():

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from importlib.metadata import version
 
-from bench.models import apart
+from bench.models import apart, diffusion
 from bench.models.apart import line, parts
 from functx._command import small_models
 from functx.compat._crosscheck.precision import Widened
@@ -61,7 +61,7 @@ def judge(name):
     from functx.compat import to_jax
 
     jax.config.update("jax_enable_x64", True)
-    plain, (params, inputs) = small_models.loss_of(name)
+    plain, (params, inputs) = small_models.loss_of(diffusion.find(name))
     found = {"model": plain.__name__}
 
     def loss(params, inputs):

@@ -209,7 +209,8 @@ def loss(out: Any) -> torch.Tensor:
 def make(cls: Any, config: Any) -> Any:
     """A model in training mode, from a fixed seed."""
     torch.manual_seed(0)
-    model = cls(copy.deepcopy(config)).to(torch.get_default_dtype()).train()
+    model = cls(**config) if isinstance(config, dict) else cls(copy.deepcopy(config))
+    model = model.to(torch.get_default_dtype()).train()
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():  # some are zero at first
@@ -262,26 +263,26 @@ def _inputs(model: Any) -> dict[str, Any]:
     raise reasons[:2][-1]
 
 
-def loss_of(name: str, prepare: Any = None) -> tuple[Any, tuple[Any, ...]]:
+def loss_of(name: Any, prepare: Any = None) -> tuple[Any, tuple[Any, ...]]:
     """A number of all outputs of a model, in eval mode, as a function; and its arguments.
 
     These are the parameters by name, and a dictionary of the model's keyword arguments. Grids and
     masks, by whose values a model makes shapes, are no arguments: the function closes over them.
 
     Args:
-        name: As for `find`.
+        name: As for `find`, or what that returns.
         prepare: Called with the model before, to make layers into regions, say.
     """
-    cls, config, inputs = find(name)
+    cls, config, inputs = find(name) if isinstance(name, str) else name
     model = make(cls, config).eval()
     if prepare is not None:
         prepare(model)
     params = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    sizes = {n: t for n, t in inputs.items() if not t.is_floating_point() and "ids" not in n}
-    inputs = {n: t for n, t in inputs.items() if n not in sizes}
+    given = {n: t for n, t in inputs.items() if n.endswith("ids") or outputs(t)}
+    sizes = {n: t for n, t in inputs.items() if n not in given}
 
     def loss_of_model(params: Any, inputs: Any) -> torch.Tensor:
         return loss(torch.func.functional_call(model, params, (), sizes | inputs))
 
     loss_of_model.__name__ = loss_of_model.__qualname__ = cls.__name__
-    return loss_of_model, (params, inputs)
+    return loss_of_model, (params, given)
