@@ -18,6 +18,7 @@ CROSS = UNET | {
     "attention_head_dim": 4,
 }
 DIT = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2}
+DROPS = {"dropout": 0.1}
 PATCHES = DIT | {"sample_size": 8, "patch_size": 2, "in_channels": 4}
 MMDIT = {"joint_attention_dim": 16, "pooled_projection_dim": 16}
 TIMES = torch.tensor([3, 400])
@@ -26,12 +27,13 @@ TEXT, LATENT, IMAGE = (2, 6, 16), (2, 4, 8, 8), (2, 3, 16, 16)
 MODELS = {
     "UNet2DModel": (
         UNET
+        | DROPS
         | {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "attention_head_dim": 4}
         | {"up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "sample_size": 16},
         {"sample": IMAGE, "timestep": TIMES},
     ),
     "UNet2DConditionModel": (
-        CROSS | {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "sample_size": 8},
+        CROSS | DROPS | {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "sample_size": 8},
         {"sample": LATENT, "timestep": TIMES, "encoder_hidden_states": TEXT},
     ),
     "ControlNetModel": (
@@ -47,15 +49,15 @@ MODELS = {
     ),
     "VQModel": (VAE | {"num_vq_embeddings": 16}, {"sample": IMAGE}),
     "Transformer2DModel": (
-        DIT | {"in_channels": 8, "norm_num_groups": 4, "cross_attention_dim": 16},
+        DIT | DROPS | {"in_channels": 8, "norm_num_groups": 4, "cross_attention_dim": 16},
         {"hidden_states": (2, 8, 4, 4), "encoder_hidden_states": TEXT},
     ),
     "DiTTransformer2DModel": (
-        PATCHES | {"num_embeds_ada_norm": 10},
+        PATCHES | DROPS | {"num_embeds_ada_norm": 10},
         {"hidden_states": LATENT, "timestep": TIMES, "class_labels": torch.tensor([1, 7])},
     ),
     "PixArtTransformer2DModel": (
-        PATCHES | {"cross_attention_dim": 16, "caption_channels": 16},
+        PATCHES | DROPS | {"cross_attention_dim": 16, "caption_channels": 16},
         {"hidden_states": LATENT, "timestep": TIMES, "encoder_hidden_states": TEXT}
         | {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
     ),
@@ -77,12 +79,14 @@ MODELS = {
     ),
     "SanaTransformer2DModel": (
         DIT
+        | DROPS
         | {"in_channels": 4, "out_channels": 4, "num_cross_attention_heads": 2, "sample_size": 8}
         | {"cross_attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 16},
         {"hidden_states": LATENT, "timestep": TIMES, "encoder_hidden_states": TEXT},
     ),
     "CogVideoXTransformer3DModel": (
         DIT
+        | DROPS
         | {"in_channels": 4, "out_channels": 4, "time_embed_dim": 4, "text_embed_dim": 16}
         | {"sample_width": 8, "sample_height": 8, "sample_frames": 9, "max_text_seq_length": 6},
         {"hidden_states": (2, 3, 4, 8, 8), "timestep": TIMES, "encoder_hidden_states": TEXT},
