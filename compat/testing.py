@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from functx.compat._crosscheck import Crosscheck
 
-__all__ = ["assert_agrees"]
+__all__ = ["assert_agrees", "assert_model_agrees"]
 
 
 def assert_agrees(
@@ -58,3 +58,37 @@ def assert_agrees(
     report = crosscheck(f, *args, peak=peak, **options)
     report.assert_agrees(kept=kept, msg=msg)
     return report
+
+
+def assert_model_agrees(name: str, *, remat: Any = None, **options: Any) -> Crosscheck:
+    """Assert that a model of Hugging Face transformers is the same in JAX, at a small size.
+
+    It is what ``functx crosscheck hf:NAME`` runs: random weights, two inputs, eval mode, a weighted
+    sum of all outputs, and its gradients with respect to all parameters.
+
+    Args:
+        name: a model type (``"llama"``), or a class of models (``"LlamaForCausalLM"``).
+        remat: which of its modules are regions, as for `functx.apply_remat`; None for none.
+        **options: those of `assert_agrees`.
+
+    Returns:
+        The `functx.compat.Crosscheck`; printed, it is the table of the command.
+
+    Raises:
+        AssertionError: as `assert_agrees`.
+        LookupError: there is no such type or class.
+        ValueError: no inputs are known that it takes, or ``remat`` matches nothing.
+        LoweringError: if it can't be expressed in JAX.
+        ImportError: transformers or JAX is not installed.
+
+    Example:
+        >>> from functx.compat.testing import assert_model_agrees
+        >>> report = assert_model_agrees("bert", remat="encoder.layer.*", transforms=["grad"])
+        >>> report.kept_jax.regions
+        2
+    """
+    __tracebackhide__ = True
+    from functx._command.small_models import loss_of
+
+    f, args = loss_of(name, remat)
+    return assert_agrees(f, *args, **options)

@@ -73,7 +73,7 @@ def remat(name):
             hooks.append(part.register_forward_pre_hook(lambda *_: calls.append(None)))
 
     try:
-        loss, (params, inputs) = small_models.loss_of(diffusion.find(name), prepare)
+        loss, (params, inputs) = small_models.loss_of(diffusion.find(name), prepare=prepare)
     except apart.NoLayers as error:
         raise NoCase(str(error)) from None
     with torch.no_grad():
@@ -124,9 +124,14 @@ def kept_in_jax(lowered, args):
 
     program = jax.make_jaxpr(residuals)(*args).jaxpr
     held = {v for v in program.outvars if not isinstance(v, jax.extend.core.Literal)}
-    operands = [e for e in program.eqns if e.primitive.name == "name"]
-    held = [e.outvars[0].aval for e in operands if held & {*e.outvars, *e.invars}]
-    return sum(aval.size * aval.dtype.itemsize for aval in held)
+    arguments, operands = {*program.invars}, []
+    for e in program.eqns:
+        if e.primitive.name in ("reshape", "squeeze", "broadcast_in_dim"):
+            if arguments & {*e.invars} and e.invars[0].aval.size == e.outvars[0].aval.size:
+                arguments.add(e.outvars[0])  # an argument in another shape
+        elif e.primitive.name == "name" and e.invars[0] not in arguments:
+            operands += [e.outvars[0].aval] if held & {*e.outvars, *e.invars} else []
+    return sum(aval.size * aval.dtype.itemsize for aval in operands)
 
 
 class Drawn(TorchDispatchMode):
@@ -180,7 +185,7 @@ def _settled(model):
 
 def training(name):
     """Training mode: dropout draws by the same key in both."""
-    loss, (params, inputs) = small_models.loss_of(diffusion.find(name), _settled)
+    loss, (params, inputs) = small_models.loss_of(diffusion.find(name), prepare=_settled)
 
     def widened(params, inputs):
         with Widened():

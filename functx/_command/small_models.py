@@ -23,6 +23,7 @@ from transformers import MODEL_MAPPING, PreTrainedModel, ResNetConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from functx import _tree
+from functx._apply import apply_remat
 
 TYPES = [*CONFIG_MAPPING]
 
@@ -263,7 +264,7 @@ def _inputs(model: Any) -> dict[str, Any]:
     raise reasons[:2][-1]
 
 
-def loss_of(name: Any, prepare: Any = None) -> tuple[Any, tuple[Any, ...]]:
+def loss_of(name: Any, remat: Any = None, prepare: Any = None) -> tuple[Any, tuple[Any, ...]]:
     """A number of all outputs of a model, in eval mode, as a function; and its arguments.
 
     These are the parameters by name, and a dictionary of the model's keyword arguments. Grids and
@@ -271,12 +272,15 @@ def loss_of(name: Any, prepare: Any = None) -> tuple[Any, tuple[Any, ...]]:
 
     Args:
         name: As for `find`, or what that returns.
-        prepare: Called with the model before, to make layers into regions, say.
+        remat: Which of its modules are regions, as for `functx.apply_remat`.
+        prepare: Called with the model before.
     """
     cls, config, inputs = find(name) if isinstance(name, str) else name
     model = make(cls, config).eval()
     if prepare is not None:
         prepare(model)
+    if remat is not None:
+        apply_remat(model, remat)
     params = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     given = {n: t for n, t in inputs.items() if n.endswith("ids") or outputs(t)}
     sizes = {n: t for n, t in inputs.items() if n not in given}

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from functx._apply import apply_remat
+
 _SPEC = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d, ]*)\](?:<(?P<below>\d+))?$")
 
 
@@ -96,6 +98,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--traceback", action="store_true", help="show all of an error, not its message alone"
     )
+    parser.add_argument(
+        "--remat",
+        metavar="WHERE",
+        help="make these submodules regions before, by functx.apply_remat: 'layers.*', or "
+        "gradient_checkpointing for the layers that Hugging Face would checkpoint",
+    )
     parser.add_argument("--seed", type=int, default=0, help="torch.manual_seed (default: 0)")
 
 
@@ -109,7 +117,7 @@ def found(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, 
         raise CommandError("--inputs and --args both say what the arguments are; give one of them")
     torch.manual_seed(options.seed)
     if options.function.startswith("hf:"):
-        return *_of_hugging_face(options.function[3:]), {}
+        return *_of_hugging_face(options.function[3:], options.remat), {}
     module, f = _named(options.function, None)
     if isinstance(f, type) and issubclass(f, torch.nn.Module):
         try:
@@ -119,16 +127,18 @@ def found(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, 
                 f"{options.function} can't be made without arguments ({error}); name a function or"
                 " a variable that holds the module"
             ) from None
+    if options.remat is not None:
+        apply_remat(f, options.remat)
     return f, *_inputs(options, module)
 
 
-def _of_hugging_face(name: str) -> tuple[Any, tuple[Any, ...]]:
+def _of_hugging_face(name: str, remat: str | None) -> tuple[Any, tuple[Any, ...]]:
     try:
         from functx._command.small_models import loss_of
     except ImportError as error:
         raise CommandError(f"hf:{name} needs transformers: {error}") from None
     try:
-        return loss_of(name)
+        return loss_of(name, remat)
     except (LookupError, ValueError) as error:
         raise CommandError(f"hf:{name}: {error}") from None
 

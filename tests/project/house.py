@@ -124,7 +124,7 @@ WINGS = {
     "per_sample": (("functx.per_sample",), 2_500),
     "jit, graph": (("functx._jit", "functx.graph"), 1_200),
     "private torch": (("functx._torch",), 781),
-    "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_330),
+    "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_360),
     "compat": (("functx.compat",), 11_000),
 }
 

@@ -262,11 +262,6 @@ def test_what_can_not_be_compared_is_status_2(arguments, message, folder, capsys
     assert captured.out == ""
 
 
-def test_a_model_type_of_transformers_is_checked_at_a_small_size(capsys):
-    assert run("hf:LlamaForCausalLM", "--transforms", "grad") == 0
-    assert "crosscheck LlamaForCausalLM" in capsys.readouterr().out
-
-
 def test_the_traceback_is_shown_where_it_is_asked_for(folder, capsys):
     assert run("net_to_check.py:missing", "--args", "float32[3]", "--traceback") == 2
     assert "Traceback (most recent call last)" in capsys.readouterr().err
@@ -291,4 +286,14 @@ def test_assert_agrees_raises_with_a_message_and_sees_kept_bytes(monkeypatch):
     with pytest.raises(AssertionError, match="bytes kept at region boundaries differ"):
         assert_agrees(loss, *args)
     assert_agrees(loss, *args, kept=False)
-    assert testing.__all__ == ["assert_agrees"]
+    assert testing.__all__ == ["assert_agrees", "assert_model_agrees"]
+
+
+def test_a_model_type_is_checked_at_a_small_size_in_a_test_as_by_the_command(capsys):
+    where = "encoder.layer.*"
+    report = testing.assert_model_agrees("BertModel", remat=where, transforms=["grad"], peak=True)
+    assert (report.kept_jax.regions, report.runs["grad"].products.torch_recomputed) == (2, 16)
+    assert run("hf:bert", "--remat", where, "--transforms", "grad") == 0
+    assert capsys.readouterr().out == f"{report}\ntorch and JAX agree\n"
+    with pytest.raises(AssertionError, match="disagree about BertModel"):
+        testing.assert_model_agrees("bert", transforms=["value"], rtol=-1.0)
