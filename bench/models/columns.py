@@ -123,14 +123,15 @@ def kept_in_jax(lowered, args):
         return jax.tree.leaves(jax.vjp(loss, params)[1])
 
     program = jax.make_jaxpr(residuals)(*args).jaxpr
-    held = {v for v in program.outvars if not isinstance(v, jax.extend.core.Literal)}
-    arguments, operands = {*program.invars}, []
+    held = {id(v) for v in program.outvars}
+    arguments, operands = {id(v) for v in program.invars}, []
     for e in program.eqns:
+        before, after = e.invars[:1], e.outvars[0]
         if e.primitive.name in ("reshape", "squeeze", "broadcast_in_dim"):
-            if arguments & {*e.invars} and e.invars[0].aval.size == e.outvars[0].aval.size:
-                arguments.add(e.outvars[0])  # an argument in another shape
-        elif e.primitive.name == "name" and e.invars[0] not in arguments:
-            operands += [e.outvars[0].aval] if held & {*e.outvars, *e.invars} else []
+            if id(before[0]) in arguments and before[0].aval.size == after.aval.size:
+                arguments.add(id(after))  # an argument in another shape
+        elif e.primitive.name == "name" and id(before[0]) not in arguments:
+            operands += [after.aval] if held & {id(before[0]), id(after)} else []
     return sum(aval.size * aval.dtype.itemsize for aval in operands)
 
 

@@ -31,6 +31,7 @@ MEANING = {
     "not judged": "torch itself gives no finite gradients",
     "not run": "no answer",
 }
+UNREAD = 128  # bytes: positions of eight tokens of two inputs
 HEADING = "## What came of it\n"
 # Why a type is no other, where more is known than the message says.
 KNOWN = {
@@ -50,6 +51,16 @@ KNOWN = {
     "vit_mae": "it draws which patches it masks, which JAX draws otherwise",
     "xlm": "it compares lengths of its inputs with an assert (`modeling_xlm.py:792`)",
     "xmod": "it takes rows by a mask of its inputs (`modeling_xmod.py:453`)",
+}
+
+KNOWN_TOO = {
+    ("big_bird", "training"): "its first call replaces its attention, torch's; then it is the same",
+    (
+        "encodec",
+        "remat",
+    ): "torch's LSTM makes other calls where its weights are swapped, in a replay",
+    ("levit", "examples"): KNOWN["levit"],
+    ("mask2former", "training"): "it skips layers by a draw (`modeling_mask2former.py:1100`)",
 }
 
 
@@ -112,10 +123,11 @@ def sweep(work=None, jobs=1):
 
 def report(records):
     """In Markdown: counts, what is not the same and why, times, and all names."""
-    built = [r for r in records if r["outcome"] != "not built"]
-    outcomes = Counter(r["outcome"] for r in built)
     names = ("transformers", "torch", "jax")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
+    every, records = records, [r for r in records if r["type"] not in diffusion.MODELS]
+    built = [r for r in records if r["outcome"] != "not built"]
+    outcomes = Counter(r["outcome"] for r in built)
     lines = [
         f"{versions}: of {len(built)} types, {outcomes['same']} have the same "
         "value and gradients in JAX.",
@@ -136,11 +148,59 @@ def report(records):
         if r["outcome"] != "same":
             why = KNOWN.get(r["type"], r.get("detail", ""))
             lines.append(f"- `{r['type']}`: {MEANING[r['outcome']]}: {why}")
+    lines += _columns(every)
+    others = [r["type"] for r in every if r not in records and r["outcome"] == "same"]
+    groups = [("Same of diffusers", others)]
     for title, kind in (("The same", "same"), ("Not built", "not built")):
-        names = sorted(f"`{r['type']}`" for r in records if r["outcome"] == kind)
-        text = f"{title}: {', '.join(names) or 'none'}."
+        groups.append((title, [r["type"] for r in records if r["outcome"] == kind]))
+    for title, found in groups:
+        text = f"{title}: {', '.join(sorted(f'`{name}`' for name in found)) or 'none'}."
         lines += ["", *textwrap.wrap(text, 100, break_on_hyphens=False)]
     return "\n".join(lines) + "\n"
+
+
+def _columns(records):
+    """Of what was measured besides: counts, what is not the same and why, and figures of regions."""
+    records = [r for r in records if r["outcome"] == "same"]
+    kinds = ("same", "differs", "raises", "no case", "not run")
+    lines = ["", "### More than that", "", "Of types that are the same:", ""]
+    lines += [f"| | measured | {' | '.join(kinds)} |", "|---|" + "---:|" * (len(kinds) + 1)]
+    listed = []
+    for column, title in COLUMNS.items():
+        found = [(r["type"], r[column]) for r in records if column in r]
+        n = Counter(c["outcome"] for _, c in found)
+        lines.append(f"| {title} | {len(found)} | {' | '.join(str(n[k]) for k in kinds)} |")
+        for name, c in found:
+            if c["outcome"] in kinds[1:] and c["detail"] != "it draws nothing":
+                why = KNOWN_TOO.get((name, column), c["detail"])
+                listed.append(f"- `{name}`, {title}: {c['outcome']}: {why}")
+    regions = [(r["type"], r["remat"]) for r in records if r.get("remat", {}).get("kept")]
+    calls = sum(c["regions"] for _, c in regions)
+    as_many = sum(c["regions"] == c["equations"] for _, c in regions)
+    unequal = [(name, *c["products"]) for name, c in regions if len({*c["products"]}) > 1]
+    kept = [(name, *c["kept"]) for name, c in regions if c["kept"][0] is not None]
+    more = [(name, a, b) for name, a, b in kept if a != b]
+    small = [name for name, a, b in more if 0 < a - b <= UNREAD]
+    lines += [
+        "",
+        f"- Regions: {calls} calls of layers in {len(regions)} types; in {as_many} types as many "
+        "equations of `jax.checkpoint`.",
+        f"- Bytes of activations kept at regions: equal in {len(kept) - len(more)} of {len(kept)}. "
+        f"In {len(small)} torch keeps up to {UNREAD} bytes more: positions and masks that enter a "
+        "region and that no derivative reads. The others, torch and JAX: "
+        + _listed((name, a, b) for name, a, b in more if name not in small),
+        f"- Matrix products of the gradient: equal in {len(regions) - len(unequal)}. The others, "
+        "torch and JAX (kernels of attention in torch compute scores once more): "
+        + _listed(unequal),
+        "",
+        "What is no case or not the same, but for types that draw nothing:",
+        "",
+    ]
+    return lines + (listed or ["- nothing"])
+
+
+def _listed(rows):
+    return ", ".join(f"`{name}` {a:,} and {b:,}" for name, a, b in rows) + "."
 
 
 def write(page, records):

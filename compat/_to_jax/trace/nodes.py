@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, Proxy
 
 from functx import _torch as engine
+from functx._remat import unseen
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ def emit(
     tracer.root.register_module(tracer.get_fresh_qualname("function_"), function)
     proxies = [tracer.unwrap_proxy(t) for t in operands]
     proxy: Proxy = tracer.create_proxy("call_function", custom_function, (function, *proxies), {})
-    return engine.track_proxies(tuple(results), proxy, tracer)
+    with unseen():  # what it calls is none of a region's calls
+        return engine.track_proxies(tuple(results), proxy, tracer)
 
 
 def attribute(node: Node) -> Any:

@@ -266,6 +266,18 @@ def test_a_derivative_that_there_is_not_is_refused():
         to_jax(lambda x: dirty(x * 1))(x)
 
 
+def test_a_function_in_a_region_is_traced_again_where_something_is_written():
+    def f(x, region=functx.remat):
+        y = region(lambda x: x * square(x))(x)
+        written = torch.zeros_like(y)
+        written[0] = y[0]
+        return (written * y).sum()
+
+    x = jnp.asarray(X.numpy())
+    gradient = jax.grad(to_jax(f))(x)
+    np.testing.assert_array_equal(gradient, jax.grad(to_jax(lambda x: f(x, lambda g: g)))(x))
+
+
 @pytest.mark.parametrize("remat", [lambda f: f, functx.remat])
 def test_what_a_function_draws_is_drawn_once(remat):
     def forward(ctx, x):
