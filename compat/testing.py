@@ -46,8 +46,7 @@ def assert_agrees(
     Example:
         >>> import torch
         >>> from functx.compat.testing import assert_agrees
-        >>> def loss(w, x):
-        ...     return torch.tanh(x @ w).square().sum()
+        >>> loss = lambda w, x: torch.tanh(x @ w).square().sum()
         >>> report = assert_agrees(loss, torch.randn(3, 3), torch.randn(5, 3))
         >>> report.kept_equal
         True
@@ -61,33 +60,7 @@ def assert_agrees(
 
 
 def assert_model_agrees(name: str, *, remat: Any = None, **options: Any) -> Crosscheck:
-    """Assert that a model of Hugging Face transformers is the same in JAX, at a small size.
-
-    It is what ``functx crosscheck hf:NAME`` runs: random weights, two inputs, eval mode, a weighted
-    sum of all outputs, and its gradients with respect to all parameters.
-
-    Args:
-        name: a model type (``"llama"``), or a class of models (``"LlamaForCausalLM"``).
-        remat: which of its modules are regions, as for `functx.apply_remat`; None for none.
-        **options: those of `assert_agrees`.
-
-    Returns:
-        The `functx.compat.Crosscheck`; printed, it is the table of the command.
-
-    Raises:
-        AssertionError: as `assert_agrees`.
-        LookupError: there is no such type or class.
-        ValueError: no inputs are known that it takes, or ``remat`` matches nothing.
-        LoweringError: if it can't be expressed in JAX.
-        ImportError: transformers or JAX is not installed.
-
-    Example:
-        >>> from functx.compat.testing import assert_model_agrees
-        >>> report = assert_model_agrees("bert", remat="encoder.layer.*", transforms=["grad"])
-        >>> report.kept_jax.regions
-        2
-    """
-    __tracebackhide__ = True
+    """`assert_agrees` of what ``functx crosscheck hf:NAME --remat WHERE`` runs, a small model."""
     from functx._command.small_models import loss_of
 
     f, args = loss_of(name, remat)

@@ -3,6 +3,8 @@
 Each function takes a type's name and gives a record: an outcome, a detail, and its own figures.
 """
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import torch
@@ -14,7 +16,7 @@ from functx._command import small_models
 from functx.compat import random, to_jax
 from functx.compat._crosscheck.kept_bytes import kept_by_torch
 from functx.compat._crosscheck.precision import Widened
-from functx.compat._crosscheck.products import ran
+from functx.compat._crosscheck.products import count
 from functx.compat._torch import draws
 
 EXACT = 1e-9  # of the largest number of all gradients
@@ -84,13 +86,14 @@ def remat(name):
         raise NoCase("no layer is called as a module")
     found = {"regions": len(calls)}
     expected = {}
-    run = ran(lambda: expected.update(gradients_of(loss, params, inputs)[1]))
+    no_program = SimpleNamespace(as_text=str)
+    run = count(lambda: expected.update(gradients_of(loss, params, inputs)[1]), no_program)
     lowered, args = to_jax(loss), arrays((params, inputs))
     gradient = jax.jit(jax.grad(lowered))
     found["equations"] = equations(jax.make_jaxpr(lowered)(*args).jaxpr, ["remat2"])
     products = ["dot_general", "conv_general_dilated"]
     in_jax = equations(jax.make_jaxpr(gradient)(*args).jaxpr, products)
-    found |= {"products": [run.all, in_jax], "recomputed": run.recomputed}
+    found |= {"products": [run.torch, in_jax], "recomputed": run.torch_recomputed}
     values = [*params.values()], [*inputs.values()]
 
     def flat(p, i):

@@ -52,9 +52,7 @@ def _products(operation: str, args: Sequence[Any]) -> int:
     """How many an operation computes; kernels of attention hold several."""
     if operation.startswith("_scaled_dot_product"):
         return 5 if "backward" in operation else 2
-    if operation == "convolution_backward":
-        return sum(args[-1][:2])  # which gradients are asked for; that of a bias is a sum
-    return int(operation in _ONE)
+    return sum(args[-1][:2]) if operation == "convolution_backward" else int(operation in _ONE)
 
 
 class _Counter(TorchDispatchMode):
@@ -84,17 +82,11 @@ class _Counter(TorchDispatchMode):
             self._depth -= 1
 
 
-def ran(run_torch: Callable[[], Any]) -> _Counter:
-    """Counts the products that torch runs."""
+def count(run_torch: Callable[[], Any], program: Any) -> Products:
+    """Count the products of one computation: as torch runs it, and in the compiled JAX program."""
     counter = _Counter()
     with counter, on_replay(counter.replaying):
         run_torch()
-    return counter
-
-
-def count(run_torch: Callable[[], Any], program: Any) -> Products:
-    """Count the products of one computation: as torch runs it, and in the compiled JAX program."""
-    counter = ran(run_torch)
     found = [line for line in program.as_text().splitlines() if _PRODUCT_OF_XLA.search(line)]
     again = sum(RECOMPUTED in line for line in found)
     return Products(counter.all, counter.recomputed, len(found), again, counter.replays)
