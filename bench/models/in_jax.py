@@ -54,6 +54,7 @@ KNOWN = {
 }
 
 KNOWN_TOO = {
+    ("dac", "training"): "it draws how many codebooks it keeps, by `torch.randint`",
     ("big_bird", "training"): "its first call replaces its attention, torch's; then it is the same",
     (
         "encodec",
@@ -189,12 +190,11 @@ def _columns(records):
         "equations of `jax.checkpoint` (of `uvdoc_backbone` five "
         "of six have no result that is returned).",
         f"- Bytes of activations kept at regions: equal in {equal}. "
-        f"In {len(small)} torch keeps up to {UNREAD} bytes more: positions and masks that enter a "
-        "region and that no derivative reads. The others, torch and JAX: "
+        f"In {len(small)} torch keeps up to {UNREAD} bytes more, such as positions that enter a "
+        "region and that no derivative reads. The others, torch and JAX, not looked into: "
         + _listed((name, a, b) for name, a, b in more if name not in small),
         f"- Matrix products of the gradient: equal in {len(regions) - len(unequal)}. The others, "
-        "torch and JAX (kernels of attention in torch compute scores once more): "
-        + _listed(unequal),
+        "torch and JAX, not looked into: " + _listed(unequal),
         "",
         "What is no case or not the same, but for types that draw nothing:",
         "",
