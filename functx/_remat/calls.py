@@ -28,7 +28,8 @@ ATOMS = frozenset(
     }
 )
 # Looks at a tensor, which need no stand-in: a pullback looks at the results of its own tape.
-_GETTERS = "requires_grad grad_fn is_leaf shape dtype device ndim layout _base output_nr _version"
+_GETTERS = """requires_grad grad_fn is_leaf shape dtype device ndim layout _base output_nr _version
+is_cuda is_cpu is_meta is_mps is_xpu is_sparse is_quantized is_nested itemsize nbytes"""
 _SET: list[Any] = [Tensor.grad, Tensor._backward_hooks]  # by torch itself, too
 LOOKS = {
     *(getattr(Tensor, name).__get__ for name in _GETTERS.split()),

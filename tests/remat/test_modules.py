@@ -207,3 +207,22 @@ def test_a_module_in_a_region_that_is_scripted_is_an_error_that_says_so():
     for module in (functx.remat(nn.Linear(3, 3)), nn.Sequential(functx.remat(nn.Linear(3, 3)))):
         with pytest.raises(TypeError, match="script the module without remat"):
             torch.jit.script(module)
+
+
+class Around(nn.Module):
+    """A layer in a region."""
+
+    def __init__(self, layer, remat):
+        super().__init__()
+        self.layer = layer
+        self.forward = remat(lambda x: layer(x)[0].sin())
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@judged_by(same, eps=8)
+def test_a_recurrent_layer_may_look_at_its_weights_in_the_replay_alone(remat, layer):
+    """It does where they are not those of the run before (``functional_call`` has ended)."""
+    net = Around(seeded(lambda: layer(3, 4)).to(DTYPE), remat)
+    run = lambda params, n: functx.functional_call(net, params, numbers(n, 3)).sum()
+    params = {name: 2 * p.detach() for name, p in net.named_parameters()}
+    return functx.grad(lambda params: run(params, 2) + run(params, 5))(params)
