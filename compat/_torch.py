@@ -195,11 +195,6 @@ def typed_arguments(op: OpOverload, args: Any, kwargs: dict[str, Any]) -> list[t
     return [*zip(types.values(), args), *((types[name], x) for name, x in kwargs.items())]
 
 
-def storage_key(x: torch.Tensor) -> int:
-    """Which storage a tensor is a view of, as long as it lives."""
-    return int(x.untyped_storage()._cdata)
-
-
 def below_vmap() -> Any:
     """A context for an operator's own batching rule: what it calls is of the levels below."""
     return torch._C._ExcludeDispatchKeyGuard(
@@ -271,13 +266,14 @@ def apply_function(function: Any, *args: Any) -> Any:
 
 _Base: Any = torch.autograd.function._SingleLevelFunction
 _Meta: Any = type(_Base)
-_appliers: dict[int, Callable[..., Any]] = {}  # by thread
-_applying = threading.Lock()
+_applying: list[None] = []  # as many as there are `applying`, in all threads
+_counting = threading.Lock()
 
 
 class _Application(threading.local):
     """The ``apply`` of this thread that is reading attributes of its class."""
 
+    hook: Callable[..., Any] | None = None
     ours = False  # it is that of `plain_apply`
     grad: bool | None = None  # the mode it was called in; None for one of ours
 
@@ -287,11 +283,10 @@ _application = _Application()
 
 def _read(cls: Any, name: str) -> Any:
     """An attribute of a Function: its C++ reads ``_backward_cls`` first, ``forward`` last."""
-    found = type.__getattribute__(cls, name)
+    found, hook = type.__getattribute__(cls, name), _application.hook
     if name == "_backward_cls":
         _application.grad = None if _application.ours else torch.is_grad_enabled()
         _application.ours = False
-    hook = _appliers.get(threading.get_ident())
     if name != "forward" or hook is None or _application.grad is None:
         return found
     grad, _application.grad = _application.grad, None
@@ -320,19 +315,17 @@ def applying(hook: Callable[..., Any]) -> Iterator[None]:
     ``Function.apply`` passes through no mode, and may lie in a variable of the user's; what it
     reads of its class is watched for as long.
     """
-    thread = threading.get_ident()
-    with _applying:
-        before = _appliers.get(thread)
-        _appliers[thread] = hook
+    before, _application.hook = _application.hook, hook
+    with _counting:
+        _applying.append(None)
         _Meta.__getattribute__ = _read
     try:
         yield
     finally:
-        with _applying:
-            _appliers.pop(thread)
-            if before is not None:
-                _appliers[thread] = before
-            elif not _appliers:
+        _application.hook = before
+        with _counting:
+            _applying.pop()
+            if not _applying:
                 del _Meta.__getattribute__
 
 

@@ -60,7 +60,17 @@ def assert_agrees(
 
 
 def assert_model_agrees(name: str, *, remat: Any = None, **options: Any) -> Crosscheck:
-    """`assert_agrees` of what ``functx crosscheck hf:NAME --remat WHERE`` runs, a small model."""
+    """`assert_agrees` of a model of transformers, as ``functx crosscheck hf:NAME --remat WHERE``.
+
+    Args:
+        name: a model type (``"bert"``), or a class; it is made small, with random weights.
+        remat: which of its modules are regions, as for `functx.apply_remat`.
+        **options: of `assert_agrees`.
+
+    Raises:
+        AssertionError: a value, a gradient, or what is kept differs.
+        LookupError, ValueError: there is no such type, or it can't be made small.
+    """
     from functx._command.small_models import loss_of
 
     f, args = loss_of(name, remat)

@@ -34,7 +34,7 @@ import functx
 from functx import _torch
 from functx._remat import on_region
 from functx.compat._jax import buffer_pointer, concrete
-from functx.compat._torch import base_of, storage_key
+from functx.compat._torch import base_of
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def kept_by_torch(
 
 def _buffer(x: Tensor) -> Buffer:
     order = () if x.is_contiguous() else (*x.shape, *x.stride())  # none: as they are stored
-    return storage_key(x), int(x.storage_offset()), x.nbytes, order
+    return _torch.storage_of(x), int(x.storage_offset()), x.nbytes, order
 
 
 def _view(buffer: Buffer) -> View:

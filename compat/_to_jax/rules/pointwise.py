@@ -240,13 +240,8 @@ def _clamp_by_tensors(x: Any, min: Any = None, max: Any = None) -> Any:
     return x if max is None else _minimum(x, max)
 
 
-rules(
-    {
-        "clamp_max": lambda x, max: _clamp(x, None, max),
-        "clamp_max.Tensor": lambda x, max: _clamp_by_tensors(x, None, max),
-    },
-    cast=True,
-)
+rules({"clamp_max": lambda x, max: _clamp(x, None, max)}, cast=True)
+rules({"clamp_max.Tensor": lambda x, max: _clamp_by_tensors(x, None, max)}, cast=True)
 
 
 def _extreme(x: Any, reduce: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from functx import _torch as engine
 from functx import _tree
-from functx.compat._torch import FakeTensor, draws, is_functorch_wrapped, is_mutable, storage_key
+from functx.compat._torch import FakeTensor, draws, is_functorch_wrapped, is_mutable
 
 _LARGEST = 4096  # entries; larger ones are nobody's sizes
 _T: Any = Tensor
@@ -100,10 +100,10 @@ class KnownValues:
         """Something unknown was written: what shares the memory is not known any more."""
         for t in filter(_tree.is_tensor, _tree.leaves(args)):
             if (found := self._known.get(id(t))) is not None:
-                memory = storage_key(found[1])
-                family = [k for k, known in self._known.items() if storage_key(known[1]) == memory]
-                for key in family:
-                    del self._known[key]
+                memory = engine.storage_of(found[1])
+                for key, (_, value, _) in [*self._known.items()]:
+                    if engine.storage_of(value) == memory:
+                        del self._known[key]
 
 
 def unchanged(reads: Reads) -> bool:
