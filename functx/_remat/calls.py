@@ -38,7 +38,7 @@ LOOKS = {
     *(Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),
     *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__, Tensor.__len__),
     *(Tensor.element_size, Tensor.nelement, Tensor.storage_offset, torch.ops.prim.device.default),
-    *(_torch.set_grad_enabled, torch.is_grad_enabled),
+    *(_torch.set_grad_enabled, torch.is_grad_enabled, torch.device),  # (torch's first seed: one)
     *(f for name, f in vars(torch).items() if name.startswith("sym_")),  # of sizes in a trace
 }
 # Hangs something on a tensor, where it requires grad, say; nothing is computed.

@@ -184,6 +184,12 @@ def test_a_shape_that_only_shows_in_the_result():
     check_message(str(caught.value), case)
 
 
+def test_a_device_that_only_the_forward_makes_is_no_departure():
+    """As `torch.manual_seed` does, where it is the first of the process."""
+    f = lambda a, b: (pick(torch.device, str)("cpu"), (a * b).sin())[1]
+    same(differentiate("backward", f), STACKS["backward"](lambda a: f(a, a.cos()).sum(), X))
+
+
 class TestDeterminismCheckNone:
     @pytest.mark.parametrize("name", ["a number", "in a slice", "a dtype"])
     def test_numbers_are_not_compared(self, name):
