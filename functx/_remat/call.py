@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from functx import _distributed, _torch, _tree
 from functx._arrays import backend_of
 from functx._lines import line_now
-from functx._remat import arguments, cells, forward, levels
+from functx._remat import arguments, cells, departures, forward, levels
 from functx._remat.observers import observers
 from functx._remat.region import Options
 from functx._torch import compiler
@@ -64,8 +64,15 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     def again(*ts: Tensor) -> list[Tensor]:
         return _tree.parted(call_again(*ts))[0]
 
-    results = forward.run(body, again, tensors, options, title, identity)
-    return _tree.joined(results, result[0])
+    try:
+        return _tree.joined(forward.run(body, again, tensors, options, title, identity), result[0])
+    except RuntimeError as error:
+        if "no compiled frames" not in str(error):  # torch's, of fullgraph=True
+            raise
+        raise departures.refused(
+            f"{title} calls what is compiled with fullgraph=True (flex_attention, say), but in "
+            "regions compiled functions run in eager. Compile around them, as torch.compile(model)."
+        ) from error
 
 
 _on_budget: list[Callable[..., Any]] = []

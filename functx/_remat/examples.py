@@ -58,8 +58,7 @@ def _run_one(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _meta(x: Any) -> Any:
-    is_tensor = isinstance(x, Tensor)
-    return torch.empty(x.shape, dtype=x.dtype, device="meta") if is_tensor else x
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
 def same(value: Value, overload: Any, out: Any) -> bool:

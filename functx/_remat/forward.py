@@ -209,6 +209,4 @@ def _off_the_tape(t: Tensor, k: int) -> Tensor:
         if _torch.dual_level() >= 0 and fwAD.unpack_dual(t).tangent is not None:
             raise AssertionError("functx: a dual of plain forward mode at the base level")
         return levels.detached(t)
-    if _torch.level_of(t) == k:
-        return _torch.wrap_grad(_torch.unwrap_grad(t, k), k)
-    return t
+    return _torch.wrap_grad(_torch.unwrap_grad(t, k), k) if _torch.level_of(t) == k else t

@@ -289,8 +289,7 @@ class Listener(TorchFunctionMode):
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
         """A tensor made of data, here or in a region inside: as in the forward (rule 3)."""
-        due = self.log(Call(DATA, []))
-        return self.standins[due.kept]  # type: ignore[union-attr, index]
+        return self.standins[self.log(Call(DATA, [])).kept]  # type: ignore[union-attr, index]
 
     # -- what the engine, a transform or a region inside tells
 

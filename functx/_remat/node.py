@@ -64,8 +64,7 @@ class RegionNode(_torch.SingleLevelFunction):
         needs = ctx.needs_input_grad[3:]
         if len(needs) > 1:
             needs = [n and _is_asked(e[0]) for n, e in zip(needs, ctx.next_functions)]
-        grads = pullback.pull_back(payload, [*saved], cotangents, needs)
-        return (None, None, None, *grads)
+        return (None, None, None, *pullback.pull_back(payload, [*saved], cotangents, needs))
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

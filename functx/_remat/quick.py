@@ -53,8 +53,7 @@ def call(listener: Any, due: Call, operands: Any, args: Any, kwargs: Any) -> Any
     listener.advance(due)
     if kwargs:
         n = len(args)
-        named = dict(zip(operands[n::2], operands[n + 1 :: 2]))
-        out = due.func(*operands[:n], **named)
+        out = due.func(*operands[:n], **dict(zip(operands[n::2], operands[n + 1 :: 2])))
     else:
         out = due.func(*operands)
     number, shape, dtype = due.results[0]

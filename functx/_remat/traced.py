@@ -138,8 +138,7 @@ class _Forward(forward.Forward):
             module = _traced(self.mode, levels.at_depth, 0, trace)
         finally:
             _batch.size = before
-        name = tracer.get_fresh_qualname("region_")
-        tracer.root.register_module(name, module)
+        tracer.root.register_module(tracer.get_fresh_qualname("region_"), module)
         arguments = (module, *map(tracer.unwrap_proxy, operands))
         proxy = tracer.create_proxy("call_function", remat_region, arguments, {})
         info = RegionInfo(region.options.name, policy, region.options.is_pullback, per_example)

@@ -164,6 +164,16 @@ def test_transforms_run_in_eager_and_a_warning_names_jit(library, kind, alone):
     assert_same(fast(X), expected, eps=8)  # without another warning
 
 
+def test_a_full_graph_inside_of_a_region_is_an_error_that_says_what_to_compile():
+    inside = compiled(lambda x: x.sin().cos(), fullgraph=True)
+    loss = functx.remat(functx.remat(lambda x: inside(x).sum()))
+    with pytest.raises(functx.RematError, match=r"fullgraph=True.*around.*torch\.compile"):
+        loss(X)
+    x = X.clone().requires_grad_()
+    compiled(loss)(x).backward()
+    assert_same(x.grad, -X.sin().sin() * X.cos(), eps=8)
+
+
 def test_a_full_graph_is_refused_by_name():
     step = functx.vmap(functx.grad(lambda x: x.sin().sum()))
     with (
