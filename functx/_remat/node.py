@@ -72,14 +72,10 @@ def _versions(tensors: list[Tensor]) -> list[int]:
 
 
 def _is_asked(node: Any) -> bool:
-    """Whether this very pass asks for a gradient; of a leaf torch does not tell."""
-    if node is None:
-        return False
-    if type(node) is _torch.AccumulateGrad:
-        return True
+    """Whether this very pass asks for a gradient."""
     try:
-        return _torch.will_run(node)
-    except RuntimeError:
+        return node is not None and _torch.will_run(node)
+    except RuntimeError:  # torch's, of a leaf that `torch.autograd.grad` is asked for
         return True
 
 

@@ -123,7 +123,6 @@ current_node = _C._current_autograd_node  # that the engine is running on this t
 current_backward = _C._current_graph_task_id  # the backward under way; -1 outside
 will_run = _C._will_engine_execute_node  # whether the backward under way comes by a node
 set_grad_enabled = _C._set_grad_enabled
-AccumulateGrad = _C._functions.AccumulateGrad  # the node of a leaf
 # ... hooks of whoever runs around a region: they are for what is kept, which the node saves
 top_saved_tensor_hooks = _A._top_saved_tensors_default_hooks
 push_saved_tensor_hooks = _A._push_saved_tensors_default_hooks
