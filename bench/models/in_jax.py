@@ -35,6 +35,7 @@ UNREAD = 128  # bytes: positions of eight tokens of two inputs
 HEADING = "## What came of it\n"
 # Why a type is no other, where more is known than the message says.
 KNOWN = {
+    "blt": "it takes patches by the values of their entropies (`modeling_blt.py:965`)",
     "flaubert": "it compares lengths of its inputs with an assert (`modeling_flaubert.py:824`)",
     "higgs_audio_v2": "it takes rows by a mask of its inputs (`modeling_higgs_audio_v2.py:255`)",
     "jetmoe": "tokens are split by how many go to each expert (`modeling_jetmoe.py:195`)",
@@ -52,14 +53,9 @@ KNOWN = {
     "xlm": "it compares lengths of its inputs with an assert (`modeling_xlm.py:792`)",
     "xmod": "it takes rows by a mask of its inputs (`modeling_xmod.py:453`)",
 }
-
 KNOWN_TOO = {
     ("dac", "training"): "it draws how many codebooks it keeps, by `torch.randint`",
     ("big_bird", "training"): "its first call replaces its attention, torch's; then it is the same",
-    (
-        "encodec",
-        "remat",
-    ): "torch's LSTM makes other calls where its weights are swapped, in a replay",
     ("levit", "examples"): KNOWN["levit"],
     ("mask2former", "training"): "it skips layers by a draw (`modeling_mask2former.py:1100`)",
 }
