@@ -250,7 +250,10 @@ def find(name: str) -> tuple[Any, Any, dict[str, Any]]:
             reasons.append(error)
     if not reasons:
         raise ValueError("no class of models takes this configuration")
-    raise ValueError(f"{type(reasons[0]).__name__}: {reasons[0]}")
+    raise ValueError(
+        "no model of this type and inputs were found that run with small numbers in the configuration"
+        f" ({type(reasons[0]).__name__}: {reasons[0]}); compare one that you make in a file"
+    )
 
 
 def _inputs(model: Any) -> dict[str, Any]:
