@@ -159,7 +159,8 @@ class Program:
             if program.info is None:
                 program.info = ForwardResiduals(_avals(outs), sources, rebuild)
             elif program.info.sources != sources:
-                raise RuntimeError(f"{self.name}: JAX traced it twice, and not alike")
+                said = "JAX traced it twice, and not alike: it reads state that changes"
+                raise RuntimeError(f"{self.name}: {said}; pass that as an argument")
             return [*outs, *rest]
 
         return self._derive("forward", (needs,), fn)

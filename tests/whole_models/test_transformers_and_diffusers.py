@@ -117,7 +117,7 @@ def test_what_transformers_checkpoints_as_well_is_told_so(before, where):
     loss = lambda params: functx.functional_call(model, params, (), inputs).loss
     with (
         functx.patch_checkpoint(),
-        pytest.raises(RuntimeError, match="Use functx.patch_checkpoint"),
+        pytest.raises(RuntimeError, match=r"Use functx\.patch_checkpoint"),
     ):
         functx.grad(loss)({n: p.detach() for n, p in model.named_parameters()})  # enabled before
 
