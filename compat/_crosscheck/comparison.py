@@ -50,8 +50,7 @@ def _wide_types() -> Iterator[None]:
                 )
             elif "to_jax(" in str(error):
                 error.add_note(
-                    "crosscheck has no such option: compare a module that is in eval mode (of a"
-                    " file, a variable: net = Net().eval()), or a function of its buffers too"
+                    "crosscheck can't do that: compare a module in eval mode, net = Net().eval()"
                 )
             raise
 

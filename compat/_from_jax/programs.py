@@ -159,8 +159,7 @@ class Program:
             if program.info is None:
                 program.info = ForwardResiduals(_avals(outs), sources, rebuild)
             elif program.info.sources != sources:
-                said = "JAX traced it twice, and not alike: it reads state that changes"
-                raise RuntimeError(f"{self.name}: {said}; pass that as an argument")
+                raise RuntimeError(f"{self.name}: JAX traced it twice, and not alike: is it pure?")
             return [*outs, *rest]
 
         return self._derive("forward", (needs,), fn)

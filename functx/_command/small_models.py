@@ -251,7 +251,7 @@ def find(name: str) -> tuple[Any, Any, dict[str, Any]]:
     if not reasons:
         raise ValueError("no class of models takes this configuration")
     raise ValueError(
-        "no model of this type and inputs were found that run with small numbers in the configuration"
+        "no model of this type, small, was found to run, with inputs that it takes"
         f" ({type(reasons[0]).__name__}: {reasons[0]}); compare one that you make in a file"
     )
 
