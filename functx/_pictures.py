@@ -37,17 +37,19 @@ def layers(
 ) -> Path:
     """Draw a profile: live bytes in layers by what holds them, phases shaded, the peak marked."""
     areas = layers_of(history, len(live))
+    said = {"backward": "shaded: the backward pass", "replay": "darker: a region runs again"}
     with _picture(path) as axes:
+        axes.set(title="live bytes, by the line that made them", ymargin=0.1)
         for phase, run in itertools.groupby(enumerate(phases), key=lambda one: one[1]):
             at = [i for i, _ in run]
             if phase in SHADES:
-                axes.axvspan(at[0] - 0.5, at[-1] + 0.5, color=SHADES[phase], linewidth=0, zorder=0)
+                how = {"color": SHADES[phase], "label": said.pop(phase, "_"), "linewidth": 0}
+                axes.axvspan(at[0] - 0.5, at[-1] + 0.5, zorder=0, **how)
         if areas and live:
             heights = [[n / MIB for n in area] for area in areas.values()]
             axes.stackplot(range(len(live)), *heights, labels=[*areas], step="post", linewidth=0)
             top = max(range(len(live)), key=live.__getitem__), max(live) / MIB
-            axes.plot(*top, "kv", markersize=5)
-            axes.annotate(f"{top[1]:.3g} MiB", top, xytext=(0, 6), textcoords="offset points")
+            axes.plot(*top, "kv", markersize=5, label=f"peak, {top[1]:.3g} MiB")
     return Path(path)
 
 

@@ -84,7 +84,7 @@ class Plan:
             return remat(blocks, policy=self)
         if parts is None or len(parts) != self.blocks:
             got = describe(blocks) if parts is None else f"{len(parts)}"
-            raise ValueError(f"this plan is one for {self.blocks} blocks, got {got}")
+            raise ValueError(f"Plan.apply: it is for {self.blocks} blocks, got {got}: plan again")
         return lambda x: walk(self.tree, parts, x)
 
     def save(self, path: str | Path) -> None:
@@ -174,9 +174,9 @@ def plan(f: Any, /, *args: Any, budget: int | float | str, **kwargs: Any) -> Pla
     for block in blocks:
         check_callable(block, "functx.plan")
     if not blocks:
-        raise ValueError("functx.plan: there are no blocks")
+        raise ValueError("functx.plan: there are no blocks, the list is empty")
     if len(args) != 1 or kwargs:
-        raise TypeError(f"functx.plan: blocks are called with one argument, got {len(args)}")
+        raise TypeError(f"functx.plan: blocks take one argument, got {len(args)}; give a tuple")
     buffers = [t for b in blocks for t, (kind, _) in labels(b, (), {}) if kind == "buffer"]
     with undisturbed(buffers):
         return _chosen(blocks, args[0], budget, "functx.plan")
@@ -203,7 +203,7 @@ def run_planned(f: Callable[..., Any], args: Any, kwargs: Any, o: Options) -> An
     if plan.names != _names_of(blocks):
         raise RematError(
             f"remat: the plan was made for another function, or for other shapes: {o.name!r} runs "
-            f"{len(blocks)} blocks of operations, and the plan has {plan.blocks}."
+            f"{len(blocks)} blocks, the plan has {plan.blocks}. Call functx.plan again."
         )
     return recording.finish(walk(plan.tree, blocks, values, o))
 

@@ -6,7 +6,7 @@ derivatives: each node shows what it saved, a custom Function's context also in 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,9 +20,10 @@ from functx._pictures import Printed
 from functx._remat import on_name, tape_of
 from functx._storages import Held, LiveStorages, cuda_devices, storages_of
 from functx._tensor_names import Label, labels
-from functx._validate import check_callable
+from functx._validate import check_callable, has_derivatives
 
 ON_HOST = ", in host memory"
+MOST_ROWS = 8  # of a kind that was there before; more are one row
 
 
 class ShapeAndDtype(NamedTuple):
@@ -108,9 +109,7 @@ class Residuals(list[Residual], Printed):
         return sum(r.nbytes for r in self if r.made and not r.is_result)
 
     def __str__(self) -> str:
-        rows = [(str(r.value), f"{r.nbytes:,}", r.source) for r in self]
-        total = f"total, {self.kept:,} bytes of them made for the pullback alone"
-        return _table(("value", "bytes", "from"), [*rows, ("", f"{self.nbytes:,}", total)])
+        return _side_by_side({"bytes": self})
 
 
 def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:
@@ -159,16 +158,14 @@ def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Resi
         return Residuals(backend.saved_residuals(f, *args, **kwargs))
     if _torch.peek_interpreter() is not None:
         raise RuntimeError(
-            "saved_residuals: called inside of a transform. Call it outside, on the transformed "
-            "function: saved_residuals(functx.vmap(f), x)."
+            "saved_residuals: called inside of a transform; call it outside, on functx.vmap(f)"
         )
     buffers = [t for t, (kind, _) in labels(f, args, kwargs) if kind == "buffer"]
     with undisturbed(buffers), torch.inference_mode(False), torch.enable_grad():
         found = _of_one_run(f, args, kwargs)
         tensors, how = _tree.parted((args, kwargs))
         if found is None and not any(t.requires_grad for t in tensors):
-            can = [t.is_floating_point() or t.is_complex() for t in tensors]
-            leaves = [t.detach().requires_grad_(c) for t, c in zip(tensors, can)]
+            leaves = [t.detach().requires_grad_(has_derivatives(t)) for t in tensors]
             found = _of_one_run(f, *_tree.joined(leaves, how))
     return Residuals(found or ())
 
@@ -191,15 +188,13 @@ def print_saved_residuals(f: Any, /, *args: Any, **kwargs: Any) -> None:
         >>> both = {"plain": f, "remat": functx.remat(f)}
         >>> functx.print_saved_residuals(both, torch.ones(1000))  # doctest: +ELLIPSIS
         value          plain  remat  from
-        float32[1000]  4,000  4,000  argument x
         float32[1000]  4,000      -  output of aten.sin at ...
+        float32[1000]  4,000  4,000  argument x
                        8,000  4,000  total
                        4,000      0  of them made for the pullback alone
     """
-    if isinstance(f, dict):
-        print(_side_by_side({str(k): saved_residuals(g, *args, **kwargs) for k, g in f.items()}))
-    else:
-        print(saved_residuals(f, *args, **kwargs))
+    each = f if isinstance(f, dict) else {"bytes": f}
+    print(_side_by_side({str(k): saved_residuals(g, *args, **kwargs) for k, g in each.items()}))
 
 
 @contextmanager
@@ -262,8 +257,7 @@ def _held(results: list[Tensor], start: int) -> Iterator[Tensor]:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             yield from _tree.parted([node.saved_tensors, *vars(node).values()])[0]
         elif type(node).__name__ != "AccumulateGrad":  # a leaf, which is there anyway
-            names = [name for name in dir(node) if name.startswith("_saved_")]
-            yield from _tree.parted([getattr(node, name) for name in names])[0]
+            yield from _tree.parted([getattr(node, n) for n in dir(node) if n[:7] == "_saved_"])[0]
 
 
 def _given(t: Tensor, nbytes: int, first: Held | None, known: Any) -> Residual:
@@ -275,8 +269,7 @@ def _given(t: Tensor, nbytes: int, first: Held | None, known: Any) -> Residual:
     if name or first is None:
         return Residual(value, f"{kind} {name}".rstrip(), nbytes, kind)
     source = f"a {kind} that {first.place} reads"
-    site = first.file, first.line, first.function
-    return Residual(value, source, nbytes, kind, (), "", *site)
+    return Residual(value, source, nbytes, kind, (), "", first.file, first.line, first.function)
 
 
 def _made(first: Held, nbytes: int, names: tuple[str, ...], on_host: bool) -> Residual:
@@ -290,14 +283,20 @@ def _made(first: Held, nbytes: int, names: tuple[str, ...], on_host: bool) -> Re
 
 
 def _side_by_side(found: dict[str, Residuals]) -> str:
-    """A table of what several functions keep, a line for each source, a column for each."""
+    """What several functions keep, a line for each source: first what recompute could free."""
+    if not any(found.values()):
+        return "nothing is kept: nothing requires grad, or no derivative reads anything"
     sizes: dict[tuple[bool, str, str], dict[str, list[int]]] = {}
     for label, residuals in found.items():
+        kinds = Counter(r.kind for r in residuals)
         for r in residuals:
-            key = r.made, str(r.value), r.source.removesuffix(ON_HOST)
-            sizes.setdefault(key, {k: [] for k in found})[label].append(r.nbytes)
+            source = r.source if len(found) == 1 else r.source.removesuffix(ON_HOST)
+            many = not r.made and kinds[r.kind] > MOST_ROWS
+            what = ("", f"all {r.kind}s") if many else (str(r.value), source)
+            at = sizes.setdefault((r.made, *what), {k: [] for k in found})[label]
+            at[:] = [sum(at) + r.nbytes] if many else [*at, r.nbytes]
     rows = []
-    for (_, value, source), by in sorted(sizes.items(), key=lambda item: item[0][0]):
+    for (_, value, source), by in sorted(sizes.items(), key=lambda item: not item[0][0]):
         cells = [
             (f"{len(n)} x " if len(n) > 1 else "") + (f"{sum(n) // len(n):,}" if n else "-")
             for n in by.values()

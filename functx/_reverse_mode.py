@@ -47,6 +47,8 @@ _WAYS_OUT = {
     "it under functx.patch_checkpoint(), or use functx.checkpoint.",
     "_scaled_dot_product_": "Fused attention has but first derivatives, in reverse mode: call it "
     "under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).",
+    "'workspace'": "vmap can't run the pullback of nn.LSTM on a CPU: functx.per_sample takes "
+    "chunk_size=1; its gram and jacobian need torch.backends.mkldnn.flags(enabled=False) as well.",
 }
 
 
@@ -102,11 +104,7 @@ class Pullback:
         alive = [_torch.alive(gradient) for gradient in gradients]
         return _tree.unflatten(self.inputs_spec, made_inside(alive))
 
-    def feed(
-        self,
-        cotangents: Any,
-        receive: Callable[[int, torch.Tensor], None],
-    ) -> None:
+    def feed(self, cotangents: Any, receive: Callable[[int, torch.Tensor], None]) -> None:
         """Hands over each leaf's gradient, once summed over all uses, with its number; keeps none.
 
         A leaf that the outputs do not depend on may get none.

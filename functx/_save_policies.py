@@ -11,8 +11,10 @@ operations remembers in the meantime what it said, so that ``dots_saveable &
 
 from __future__ import annotations
 
+import difflib
 import enum
 import functools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -230,17 +232,16 @@ def as_policy(policy: Any) -> Policy:
         name = policy.__name__
         raise TypeError(f"remat: policy={name} makes a policy: call it, policy={name}(...).")
     if module.split(".")[0] == "jax":
-        raise TypeError(
-            f"remat: {policy!r} is a policy of jax.checkpoint. Take the one of the same name from "
-            "functx.checkpoint_policies."
-        )
+        said = f"remat: {policy!r} is a policy of jax.checkpoint. Take the one of the same name"
+        raise TypeError(f"{said} from functx.checkpoint_policies.")
     if callable(policy) and not isinstance(policy, type):
         name = getattr(policy, "__qualname__", None) or repr(policy)
         return OfOperation(name, _said, policy)
-    raise TypeError(
-        f"remat: unknown policy {policy!r}. Expected None, one of functx.checkpoint_policies, a "
-        "list of ATen operators, or a function policy(ctx, op, *args, **kwargs)."
-    )
+    names = sys.modules["functx.checkpoint_policies"].__all__
+    near = difflib.get_close_matches(str(policy), names, 1)
+    hint = f" Did you mean functx.checkpoint_policies.{near[0]}?" if near else ""
+    said = f"remat: unknown policy {policy!r}.{hint} Expected one of functx.checkpoint_policies, a"
+    raise TypeError(f"{said} list of ATen operators, or a function p(ctx, op, *args, **kwargs).")
 
 
 def as_contexts(policy: Policy | None) -> Any:

@@ -131,7 +131,7 @@ def _offloaded(policy: Policy, source: str, destination: str) -> Policy:
 
 def _checked(names: Collection[Any]) -> frozenset[str]:
     if isinstance(names, str):
-        raise TypeError(f"expected a collection of names, got the string {names!r}.")
+        raise TypeError(f"policy: expected a collection of names, got the string {names!r}.")
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"checkpoint_policies: names are strings, one by one; got {name!r}.")

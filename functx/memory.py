@@ -195,7 +195,6 @@ def _follow(api: str, f: Callable[..., Any], args: Any, kwargs: Any) -> tuple[An
         before[index] = torch.cuda.memory_allocated(index)
     with _storages.no_collection(), followed:
         result = f(*args, **kwargs)
-    on_cuda = sum(
-        torch.cuda.max_memory_allocated(i) - before.get(i, 0) for i in _storages.cuda_devices()
-    )
+    highest = torch.cuda.max_memory_allocated
+    on_cuda = sum(highest(i) - before.get(i, 0) for i in _storages.cuda_devices())
     return result, followed, on_cuda or followed.peak

@@ -78,7 +78,8 @@ def _check(module: torch.nn.Module, state: Any, names: set[str], first: str) -> 
             f"of arrays by name first; got {describe(state)}"
         )
     if unknown := sorted(state.keys() - names):
-        raise ValueError(f"to_jax({name}): {unknown[0]!r} is no name of a parameter or buffer")
+        said = f"{unknown[0]!r} is no name of a parameter or buffer; those are {sorted(names)}"
+        raise ValueError(f"to_jax({name}): {said}")
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from functx.compat._to_jax import Lowered, to_jax
 
 @contextmanager
 def _wide_types() -> Iterator[None]:
-    """Run JAX with 64-bit types; an error about random numbers says where to have them from."""
+    """Run JAX with 64-bit types; an error that names options of `to_jax` says what to do here."""
     with jax.enable_x64(True):
         try:
             yield
@@ -47,6 +47,10 @@ def _wide_types() -> Iterator[None]:
                 error.add_note(
                     "crosscheck: torch's generator has no counterpart in JAX; draw from keys"
                     " instead, with functx.compat.random, and pass the key as an argument"
+                )
+            elif "to_jax(" in str(error):
+                error.add_note(
+                    "crosscheck can't do that: compare a module in eval mode, net = Net().eval()"
                 )
             raise
 

@@ -134,14 +134,14 @@ def chosen(transforms: Sequence[str] | None, case: Case, differentiable: bool) -
             )
         if name == "vmap(grad)" and not case.batched:
             raise ValueError(
-                "crosscheck: vmap(grad) needs in_dims, which says what an example is; then the"
-                " function is that of one example"
+                "crosscheck: vmap(grad) needs in_dims (--in-dims), which says what an example is;"
+                " then the function is that of one example"
             )
         if name != "value" and not differentiable:
             raise TypeError(
                 f"crosscheck: {name} of {case.name} needs a real or complex tensor among the"
-                " arguments that argnums chooses, and one in the result; transforms=('value',)"
-                " compares the values alone"
+                " arguments that argnums (--argnums) chooses, and one in the result;"
+                " transforms=('value',), or --transforms value, compares the values alone"
             )
     return names
 

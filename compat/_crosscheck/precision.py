@@ -108,9 +108,7 @@ def difference(
     for n, (x, y) in enumerate(zip(ours, theirs)):
         path = paths[n] if len(paths) == len(ours) else f"[{n}]"
         if tuple(x.shape) != tuple(y.shape):
-            raise AssertionError(
-                f"shapes at {path}: torch {tuple(x.shape)} and JAX {tuple(y.shape)}"
-            )
+            raise AssertionError(f"shapes at {path}: torch {tuple(x.shape)}, JAX {tuple(y.shape)}")
         if dtypes and str(x.dtype).removeprefix("torch.") != str(y.dtype):
             raise AssertionError(f"dtypes at {path}: torch {x.dtype} and JAX {y.dtype}")
         if not dtypes and x.dtype.is_floating_point and str(y.dtype) in _NARROWER:

@@ -164,8 +164,7 @@ class Crosscheck(Printed):
         Returns:
             The path.
         """
-        problems = self.problems()
-        said = [f"torch and JAX {'disagree:' if problems else 'agree.'}", *problems]
+        said = self.problems()
         if self.first is not None and self.first.source is not None:
             source = self.first.source
             said.append(f"\nWhere it starts:\n{source}\n    {source.text}")
@@ -219,7 +218,8 @@ class Crosscheck(Printed):
             "  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, "<>><", widths)).rstrip()
             for row in rows
         )
-        return "\n".join([f"crosscheck {self.name}", *lines])
+        verdict = f"torch and JAX {'agree' if self.agrees else 'disagree'}"
+        return "\n".join([f"crosscheck {self.name}", *lines, verdict])
 
     __repr__ = __str__
 

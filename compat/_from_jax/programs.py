@@ -159,7 +159,7 @@ class Program:
             if program.info is None:
                 program.info = ForwardResiduals(_avals(outs), sources, rebuild)
             elif program.info.sources != sources:
-                raise RuntimeError(f"{self.name}: JAX traced it twice, and not alike")
+                raise RuntimeError(f"{self.name}: JAX traced it twice, and not alike: is it pure?")
             return [*outs, *rest]
 
         return self._derive("forward", (needs,), fn)

@@ -44,7 +44,7 @@ def add_crosscheck(commands: Any) -> None:
         nargs="+",
         metavar="T",
         help="what to compare: value, grad, vmap(grad), jvp, hvp, jacrev, jacfwd, hessian "
-        "(default: value and gradients)",
+        "(default: value and gradients); with blanks or commas between",
     )
     parser.add_argument(
         "--argnums",
@@ -88,7 +88,6 @@ def run(options: argparse.Namespace) -> int:
     problems = report.problems()
     for problem in problems:
         print(f"functx crosscheck: {problem}", file=sys.stderr)
-    print("torch and JAX disagree" if problems else "torch and JAX agree")
     return DISAGREE if problems else AGREE
 
 
@@ -97,6 +96,8 @@ def _report(options: argparse.Namespace) -> Any:
     if not args:
         bound = inspect.signature(f).bind(**kwargs)
         args, kwargs = bound.args, bound.kwargs
+    if options.transforms is not None:
+        options.transforms = [t for t in ",".join(options.transforms).split(",") if t]
     names = ("transforms", "argnums", "in_dims", "rtol", "atol", "repeats")
     try:
         from functx.compat import crosscheck

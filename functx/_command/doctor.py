@@ -101,8 +101,4 @@ def _jax() -> str | None:
     return f"works, on {found.environment['jax device']}" if agrees else "FAILS: numbers differ"
 
 
-_CHECKS = {
-    "vmap(grad(remat))": _transforms,
-    "functx.jit": _compiled,
-    "to_jax": _jax,
-}
+_CHECKS = {"vmap(grad(remat))": _transforms, "functx.jit": _compiled, "to_jax": _jax}

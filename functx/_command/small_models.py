@@ -250,7 +250,10 @@ def find(name: str) -> tuple[Any, Any, dict[str, Any]]:
             reasons.append(error)
     if not reasons:
         raise ValueError("no class of models takes this configuration")
-    raise ValueError(f"{type(reasons[0]).__name__}: {reasons[0]}")
+    raise ValueError(
+        "no model of this type, small, was found to run, with inputs that it takes"
+        f" ({type(reasons[0]).__name__}: {reasons[0]}); compare one that you make in a file"
+    )
 
 
 def _inputs(model: Any) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def checked_options(policy: Any = None, budget: Any = None, **said: Any) -> Opti
     if policy == _save_policies.Everything(False):
         policy = None
     plans = None if budget is None else Plans()
-    contexts = _save_policies.as_contexts(policy)
+    contexts = _save_policies.as_contexts(policy) if budget is None else None
     return replace(options, policy=policy, contexts=contexts, budget=budget, plans=plans)
 
 

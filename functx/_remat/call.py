@@ -36,7 +36,7 @@ def run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options)
 def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     if (backend := backend_of("remat", args, kwargs)) is not None:
         if options.budget is not None:
-            raise TypeError("remat: a budget is for torch tensors; the arguments are JAX arrays.")
+            raise TypeError("remat: a budget is for torch tensors; JAX arrays can have a policy.")
         return backend.remat(f, options.policy)(*args, **kwargs)
     undifferentiated = not torch.is_grad_enabled() and not observers.tracers
     if undifferentiated or observers.without or compiler.exporting():

@@ -36,8 +36,8 @@ def uncompiled(f: F) -> F:
 
 
 _IN_EAGER = (
-    "torch.compile runs transforms of functx, and regions in transforms, in eager; functx.jit(f) "
-    "compiles the whole stack as one graph, and keeps its recompute"
+    "torch.compile runs transforms of functx, and regions in them, with a budget or by names, in "
+    "eager; functx.jit(f) compiles the whole stack as one graph, and keeps its recompute"
 )
 _told: set[Any] = set()
 

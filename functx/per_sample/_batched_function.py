@@ -130,7 +130,7 @@ class BatchedFunction:
                 self.chunks.run(batch, reduction, make_again)
             seen += batch.size
         if reduction is None:
-            raise ValueError(f"{self.api}: the iterator has no batch")
+            raise ValueError(f"{self.api}: the iterator has no batch; it may be used up")
         if not seen:  # what the loss returns has a shape also where there is no example
             reduction.stack_rows(batch.zeros())
             reduction.add()

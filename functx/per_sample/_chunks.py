@@ -147,10 +147,7 @@ class Chunks:
                 f"{api}: randomness must be 'error', 'different' or 'same', got {self.randomness!r}"
             )
         if self.chunk_size is not None and self.budget is not None:
-            raise ValueError(
-                f"{api}: chunk_size and budget exclude each other, got {self.chunk_size} "
-                f"and {self.budget}"
-            )
+            raise ValueError(f"{api}: chunk_size and budget exclude each other, give one of them")
         if self.chunk_size is not None:
             size = _validate.integer(self.chunk_size, f"{api}: chunk_size must be an int")
             if size <= 0:
@@ -259,6 +256,10 @@ class Chunks:
 
         try:
             return memory.profile(run)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                self._advise(error, chunk)
+            raise
         finally:
             restore_random_state(saved)
 

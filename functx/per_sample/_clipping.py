@@ -38,6 +38,8 @@ def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Grou
         if groups is not None:
             labels = _tree.spread(groups, differentiated)
             names = list(dict.fromkeys(labels))
+            if bad := [*filter(callable, names)]:
+                raise TypeError(f"{api}: groups must be a pytree of labels, got {describe(bad[0])}")
             of_leaf = [names.index(label) for label in labels]
             pack, thresholds = lambda each: dict(zip(names, each)), [max_norm] * len(names)
         else:
@@ -58,10 +60,9 @@ def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Grou
             )
         thresholds = [max_norm[name] for name in names]
     for threshold in thresholds:
-        if threshold is not None and not _is_number(threshold):
-            raise ValueError(f"{api}: max_norm must be numbers, got {describe(threshold)}")
-        if isinstance(threshold, (int, float)) and not threshold > 0:
-            raise ValueError(f"{api}: max_norm must be positive, got {threshold}")
+        few = isinstance(threshold, (int, float)) and not threshold > 0
+        if few or (threshold is not None and not _is_number(threshold)):
+            raise ValueError(f"{api}: max_norm must be positive numbers, got {describe(threshold)}")
     return Groups(of_leaf, thresholds, pack)
 
 
@@ -72,10 +73,8 @@ def clip(norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
 
     Takes norms of the examples' gradients, of shape ``(B,)``, and returns as many factors.
     """
-    # Written so that a norm of 0 divides nothing.
-    return torch.where(
-        norm > max_norm, max_norm / norm.clamp_min(torch.finfo(norm.dtype).tiny), 1.0
-    ).to(norm.dtype)
+    above_zero = norm.clamp_min(torch.finfo(norm.dtype).tiny)
+    return torch.where(norm > max_norm, max_norm / above_zero, 1.0).to(norm.dtype)
 
 
 def automatic(gamma: float = 0.01) -> Scaling:

@@ -83,12 +83,14 @@ def test_a_region_stays_in_the_graph_and_keeps_what_its_policy_says(region):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks, at a break
-def test_names_break_the_graph_and_hold():
+@pytest.mark.parametrize("names", [True, False], ids=["names", "budget"])
+def test_names_and_budgets_break_the_graph_and_hold(names):
     """The compiler does not know them, so such a region runs in eager."""
 
     named = lambda first, second, x: layers(first, second, functx.checkpoint_name(x @ first, "z"))
     weights = [w.clone().requires_grad_() for w in WEIGHTS]
-    region = functx.remat(named, policy=functx.checkpoint_policies.save_only_these_names("z"))
+    policy = functx.checkpoint_policies.save_only_these_names("z")
+    region = functx.remat(named, policy=policy) if names else functx.remat(named, budget=1.0)
     loss = lambda x: chain(lambda f: region, weights)(x)
     with pytest.warns(RuntimeWarning, match="functx.jit"):
         out = compiled(loss)(X)

@@ -297,6 +297,7 @@ def test_a_picture_has_layers_phases_and_the_peak(x, tmp_path):
     assert text.count('<g id="FillBetweenPolyCollection') == len(areas) == 9
     assert [sum(at) for at in zip(*areas.values())] == [event.live for event in p.timeline]
     assert any(name.endswith("other lines") for name in areas)
+    assert all(f"<!-- {said}" in text for said in ("peak, ", "shaded: the backward pass"))
     assert f"{HERE}:{line_of(wave, 2)} in wave" in areas
     assert p.plot(tmp_path / "layers.png").stat().st_size > 1000
     assert profile(lambda: 3).plot(tmp_path / "nothing.png").exists()

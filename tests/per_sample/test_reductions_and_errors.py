@@ -195,11 +195,12 @@ REFUSED = {
         for make in (per_sample.grads, per_sample.norms, per_sample.gram)
     ],
     "needs max_norm": [clipped()],
-    "positive, got -1.0": [clipped(max_norm=-1.0)],
+    "positive numbers, got -1.0": [clipped(max_norm=-1.0)],
     "pytree prefix": [clipped(max_norm={"w": 1.0})],
     "one for each group": [clipped(max_norm={"a": 1.0}, groups="b")],
     "groups must be a pytree prefix": [clipped(max_norm=1.0, groups=["a", "b"])],
-    "must be numbers, got '1'": [clipped(max_norm="1")],
+    "must be a pytree of labels, got <function": [clipped(max_norm=1.0, groups=total)],
+    "must be positive numbers, got '1'": [clipped(max_norm="1")],
     "scaling must be one of": [clipped(max_norm=1.0, scaling="sharp")],
     r"a name or a function .* got 3": [clipped(max_norm=1.0, scaling=3)],
     r"factor for each norm.*\(5,\)": [clipped(max_norm=1.0, scaling=lambda n, _: n.sum())],
@@ -383,13 +384,23 @@ def test_what_vmap_can_not_run_needs_one_example_at_a_time(module, x):
     assert "chunk_size=1 runs each as it is" in caught.value.__notes__[-1]
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:TF32 acceleration")
 def test_an_lstm_in_float32_needs_one_example_at_a_time():
-    pair, x = (nn.LSTM(3, 2, batch_first=True), lambda out: out[0].sum()), torch.randn(3, 4, 3)
+    module, x = nn.LSTM(3, 2, batch_first=True), torch.randn(3, 4, 3)
+    pair = module, lambda out: out[0].sum()
     assert per_sample.norms(pair, chunk_size=1)(x).shape == (3,)
-    with pytest.raises(RuntimeError) as caught:
-        per_sample.norms(pair)(x)
-    assert "chunk_size=1 runs each as it is" in caught.value.__notes__[-1]
+    for options in ({}, {"budget": 0.9}):
+        with pytest.raises(RuntimeError) as caught:
+            per_sample.norms(pair, **options)(x)
+        assert "chunk_size=1 runs each as it is" in caught.value.__notes__[-1]
+    # Rows of a Jacobian are pulled back under vmap, also those of one example.
+    scores = module, lambda out: out[0][:, -1, :]
+    for of_scores in (per_sample.gram, per_sample.jacobian):
+        with pytest.raises(RuntimeError) as caught:
+            of_scores(scores, chunk_size=1)(x)
+        assert "mkldnn.flags(enabled=False)" in caught.value.__notes__[0]
+        with torch.backends.mkldnn.flags(enabled=False):
+            of_scores(scores, chunk_size=1)(x)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])

@@ -44,9 +44,12 @@ class TestValues:
             "dots_saveable | everything_saveable & ~save_only_these_names('a', 'b')"
         )
 
-    @pytest.mark.parametrize("policy", [3, "dots_saveable", [torch.sin], cp, object()])
+    @pytest.mark.parametrize("policy", [3, "dots_savable", [torch.sin], cp, object()])
     def test_what_is_no_policy_is_an_error(self, policy):
-        with pytest.raises(TypeError, match="policy"):
+        meant = (
+            "Did you mean functx.checkpoint_policies.dots_sav" if policy == "dots_savable" else ""
+        )
+        with pytest.raises(TypeError, match=f"remat: .*policy.*{meant}"):
             functx.remat(torch.sin, policy=policy)
 
     @pytest.mark.parametrize("policy", [lambda op: True, lambda ctx, op: True])

@@ -114,6 +114,12 @@ def test_what_transformers_checkpoints_as_well_is_told_so(before, where):
     ours = torch.autograd.grad(loss, list(model.parameters()))
     plain = hf.build("llama")
     assert_same(ours, torch.autograd.grad(plain(**inputs).loss, list(plain.parameters())), eps=64)
+    loss = lambda params: functx.functional_call(model, params, (), inputs).loss
+    with (
+        functx.patch_checkpoint(),
+        pytest.raises(RuntimeError, match=r"Use functx\.patch_checkpoint"),
+    ):
+        functx.grad(loss)({n: p.detach() for n, p in model.named_parameters()})  # enabled before
 
 
 @pytest.mark.sweep  # the compiler takes seconds for the smallest of models

@@ -219,7 +219,7 @@ def _minimum(x: Any, y: Any) -> Any:
 
 
 # Since torch 2.14 the derivative at a bound is that of the bound, if it is a number; else shared.
-_SINCE_2_14 = torch.__version__ >= (2, 14)
+_SINCE_2_14 = torch.__version__ >= "2.14"
 
 
 @rule("clamp", "clamp_min", cast=True)

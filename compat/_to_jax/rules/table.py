@@ -19,12 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from functx.compat._torch import (
-    OpOverload,
-    core_aten_decompositions,
-    decomposition_table,
-    name_of,
-)
+from functx.compat._torch import OpOverload, core_aten_decompositions, decomposition_table, name_of
 
 Fn = Callable[..., Any]
 

@@ -147,7 +147,7 @@ def _in_memory(ctx: Any, size: Ints, stride: Ints, offset: int | None) -> tuple[
     reached = not index.size or 0 <= index.min() <= index.max() < like.numel()
     if not (reached and like.permute(order).is_contiguous()):
         raise LoweringError(
-            "it reads memory of which its argument is a part: use unfold, or slices"
+            "it reads memory of which its argument is a part: use unfold, slices, or the whole"
         )
     return order, index
 

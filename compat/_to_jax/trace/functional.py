@@ -62,8 +62,8 @@ def lift_constants(
         if fake and not (known is not None and known(tensor)):
             raise LoweringError(
                 "the tracer lost track of a value that depends on the inputs"
-                f" ({', '.join(str(u.target) for u in node.users)} uses it); baked in as a"
-                " constant it would make results silently wrong"
+                f" ({', '.join(str(u.target) for u in node.users)} uses it): code that can't be"
+                " seen made it. Compute it by operations of torch, or by from_jax(g)"
             )
         if id(tensor) not in lifted:
             where = graph.inserting_after(last) if last else graph.inserting_before(None)

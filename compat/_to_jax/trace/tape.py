@@ -340,7 +340,8 @@ class Observer(TorchDispatchMode):
 
 def _data_dependent(func: OpOverload) -> LoweringError:
     how = (
-        "needs the value of a tensor as a Python number (item(), float(x), bool(x), tolist())"
+        "needs the value of a tensor as a Python number (item(), float(x), bool(x), tolist(), in"
+        " training BatchNorm of momentum=None)"
         if func in _READS_VALUE
         else "has a result whose shape or value depends on data"
     )

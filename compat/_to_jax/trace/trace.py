@@ -155,5 +155,5 @@ def _assert_nothing_lost(module: GraphModule, used: Sequence[bool]) -> None:
     if lost:
         raise LoweringError(
             f"the function uses its inputs {lost} (in flattened order), but the graph lost them: a"
-            " transform inside took them for constants, and results would be silently wrong"
+            " transform inside took them for constants. Pass them to what it transforms"
         )

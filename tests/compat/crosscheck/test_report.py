@@ -124,6 +124,7 @@ def test_a_report_goes_to_json_html_and_tables(tmp_path, change):
         assert (said in text) == (said != "vmap")
     table = str(report)
     assert "grad: matrix products" in table
+    assert table.endswith("\ntorch and JAX disagree")
     assert "DIFFERENT" in table
     assert "first value that differs" in table
     assert "seconds" in table
@@ -171,6 +172,7 @@ assert typing.get_type_hints(Size) and pickle.loads(pickle.dumps(Size())) == Siz
 pair = torch.randn(3, 3), torch.randn(4, 3)
 
 net = torch.nn.ModuleDict({"layer": torch.nn.Linear(3, 2)})
+norm = torch.nn.BatchNorm1d(3)
 drops, reads = torch.nn.functional.dropout, torch.nonzero
 
 def broken():
@@ -193,7 +195,7 @@ run = lambda *arguments: main(["crosscheck", *arguments])
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["net_to_check:loss", "--inputs", "pair", "--transforms", "value", "jvp"],
+        ["net_to_check:loss", "--inputs", "pair", "--transforms", "value,", "jvp"],
         ["net_to_check:loss", "--inputs", "net_to_check:keywords"],
         ["net_to_check:loss", "--inputs", "pair", "--in-dims", "None,0"],
         ["net_to_check:loss", "--args", "float32[3,3]", "float32[4,3]", "0.5"],
@@ -250,6 +252,8 @@ def test_files_are_written(folder, capsys):
         (["functx.compat.random:key"], "define `inputs` next to it"),
         (["torch.nn:Linear", "--args", "float32[3]"], "can't be made without arguments"),
         (["net_to_check.py:missing", "--args", "float32[3]"], "net_to_check.py:22 in missing"),
+        (["net_to_check:norm", "--args", "float32[4,3]"], "net = Net().eval()"),
+        (["net_to_check:loss", "--transforms", "vmap(grad)"], "needs in_dims (--in-dims)"),
         (["hf:lama"], "no model type and no class 'lama'; near are llama"),
     ],
 )
@@ -260,6 +264,16 @@ def test_what_can_not_be_compared_is_status_2(arguments, message, folder, capsys
     assert message in captured.err
     assert "TRACEBACK" not in captured.err
     assert captured.out == ""
+
+
+def test_a_model_type_that_can_not_be_made_small_says_so(capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(
+        "functx._command.small_models.make", lambda *_: torch.ones(2) @ torch.ones(3)
+    )
+    assert run("hf:llama") == 2
+    said = capsys.readouterr().err
+    assert re.search(r"hf:llama: no model .*RuntimeError: .*that you make in a file", said)
 
 
 def test_the_traceback_is_shown_where_it_is_asked_for(folder, capsys):
@@ -294,6 +308,6 @@ def test_a_model_type_is_checked_at_a_small_size_in_a_test_as_by_the_command(cap
     report = testing.assert_model_agrees("BertModel", remat=where, transforms=["grad"], peak=True)
     assert (report.kept_jax.regions, report.runs["grad"].products.torch_recomputed) == (2, 16)
     assert run("hf:bert", "--remat", where, "--transforms", "grad") == 0
-    assert capsys.readouterr().out == f"{report}\ntorch and JAX agree\n"
+    assert capsys.readouterr().out == f"{report}\n"
     with pytest.raises(AssertionError, match="disagree about BertModel"):
         testing.assert_model_agrees("bert", transforms=["value"], rtol=-1.0)

@@ -112,6 +112,9 @@ def test_batch_norm_in_training_is_refused():
     with pytest.raises(LoweringError, match=r"module\.eval\(\)") as caught:
         fn(params, jnp.ones((3, 2)))
     assert "buffers=True" in str(caught.value)
+    params, buffers, fn = to_jax(torch.nn.BatchNorm1d(2, momentum=None), buffers=True)
+    with pytest.raises(LoweringError, match="momentum=None"):  # its average reads a counter
+        fn(params, buffers, jnp.ones((3, 2)))
 
 
 def test_a_write_to_an_argument_warns():
