@@ -167,8 +167,8 @@ class KeepFactors(_torch.TorchDispatchMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """No product is left out inside, nor is an operation looked at if the mode is on top."""
-        top = _torch.pop_dispatch_mode(None)
-        if top is not self:
+        top = _torch.pop_dispatch_mode(None) if _torch.dispatch_depth() else None
+        if top not in (None, self):
             _torch.push_dispatch_mode(top)
         self._pauses += 1
         try:
