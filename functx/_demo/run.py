@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import platform
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -89,7 +90,8 @@ def run(out: Path, device: str = "cpu", epochs: int | None = None, quick: bool =
     figures |= {"rows": rows, "peak_ratio": ratio, "seconds": time.perf_counter() - started}
     console.print(f"{figures['seconds']:.0f} s; picture, figures and printout: {out}/")
     (out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
-    (out / "printout.txt").write_text(console.export_text())
+    text = re.sub("training .*training ", "training ", console.export_text())  # the bar, once
+    (out / "printout.txt").write_text(text)
 
 
 def _train(data: Any, epochs: int, batch: int, console: Console) -> dict[str, Any]:
