@@ -90,15 +90,15 @@ def _set(**flags: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Interceptor:
-    """Applies the custom Functions of a trace, and puts them into its graph."""
+    """Runs the forwards of custom Functions of a trace, and puts them into its graph."""
 
     draws: TracedDraws
     mode: FakeTensorMode
 
-    def __call__(self, cls: type, apply: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Apply ``cls``; called with its own ``apply``."""
+    def __call__(self, cls: type, forward: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What the forward of ``cls`` returns, as a node of the graph."""
         if not issubclass(cls, torch.autograd.Function):  # functorch's own, around one
-            return apply(*args)
+            return forward(*args)
         if cls is CheckpointFunction:
             run, preserve, *rest = args
             return functx.remat(run, preserve_rng_state=preserve)(*rest)
@@ -110,18 +110,18 @@ class Interceptor:
             )
         if within.forward or not torch.is_grad_enabled():
             with _set(plain=not within.forward):
-                return apply(*args)
+                return forward(*args)
         mode = engine.proxy_mode()
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if mode is None or not any(has_derivatives(t) for t in tensors):
             with _set(forward=True):
-                return apply(*args)
+                return forward(*args)
         with unseen():
             shapes = [_like(t) for t in tensors]
         made = nodes_from_now(mode.tracer.graph)
         start = self.draws.states()
         with _set(forward=True):
-            out = apply(*args)
+            out = forward(*args)
         results = _tensors(out)
         raw = made()
         # In surroundings of their own: the settings of the call are not those of the rules.
