@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from operator import is_
 from typing import Any
 
 from functx import _tree
@@ -29,13 +31,9 @@ def check_unchanged(given: list[tuple[Any, list[Any], Any]], result: Any, name: 
     for container, leaves, spec in given:
         now, spec_now = _tree.flatten(container)
         same = spec_now == spec and all(a is b for a, b in zip(now, leaves))
-        if not same and not _holds(result, container):
+        is_it = partial(is_, container)
+        if not same and not any(map(is_it, _tree.flatten(result, is_it)[0])):
             raise RematError(
                 f"remat: {name} changes an argument, a {type(container).__name__}, and does not "
                 "return it; the caller would not see that. Return it, or what it was given."
             )
-
-
-def _holds(tree: Any, container: Any) -> bool:
-    leaves, _ = _tree.flatten(tree, lambda x: x is container)
-    return any(leaf is container for leaf in leaves)

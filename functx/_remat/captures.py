@@ -59,7 +59,7 @@ class Captures(Listener):
         """Listen to operations from now on, in regions around too."""
         if self.outer is not None:
             self.outer.record_around()
-            self.ledgers = (self.record, *self.outer.ledgers)
+        self.ledgers = (self.record, *(() if self.outer is None else self.outer.ledgers))
         self.records = True
         _torch.push_dispatch_mode(self.record)
 
@@ -87,7 +87,10 @@ class Captures(Listener):
         found: dict[int, Tensor] = {}
         inputs, reached = self.inputs, set[Any](self.inputs.reached or ())
         for node in tape_of(results, self.first_node):
-            self.unseen = self.unseen or isinstance(node, BackwardCFunction)
+            if isinstance(node, BackwardCFunction):
+                self.unseen = True
+                for ledger in () if hasattr(node, "payload") else self.ledgers:
+                    ledger.blind = True  # (no mode is told what a custom Function is given)
             leaf = getattr(node, "variable", None)
             if leaf is None:
                 ours = node._sequence_nr() >= self.first_node

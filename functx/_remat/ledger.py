@@ -10,6 +10,9 @@ begin again and run everything. So a wrong record costs time, and never a wrong 
 Operations are matched within the call of the user's that ran them: how many run there may depend on
 which tapes live. From the first one that does not match, or is given what other operations made, to
 the end of its call, everything runs.
+
+What a kernel of an extension reads, no mode sees. So nothing is left out where a custom Function is
+on the tape, nor where memory is needed, made empty or zero, that nothing has filled.
 """
 
 from __future__ import annotations
@@ -139,6 +142,8 @@ class Record(Ledger):
         self.written: list[int] = []  # memory of inputs that this call has written
         self.writes: Any = None  # told before memory is written that is not the region's
         self.touched = False  # this call draws or writes
+        self.blind = False  # code has run that no mode sees
+        self.blank: set[int] = set()  # entries whose memory, empty or zero, nothing seen has filled
 
     def next_call(self) -> None:
         self.starts.append(len(self.entries))
@@ -161,6 +166,7 @@ class Record(Ledger):
         written = written_by(operator, args, kwargs) if operator.writes else []
         self.touched = self.touched or bool(written)
         for storage in written:
+            self.blank.discard(self.maker_of(storage))
             if not self.has_made(storage):
                 self.writes.about_to_write(storage)
                 self.written.append(storage)
@@ -193,9 +199,12 @@ class Record(Ledger):
             kind = VIEW
         elif kind in (NEW, DRAWN):
             layout = layout_of(out)
+            if operator.is_blank and out.numel():
+                self.blank.add(len(self.entries))
         self.entries.append(Entry(operator.overload, kind, reads, writes, layout, makers))
 
     def need(self, t: Tensor) -> None:
+        self.blank.discard(self.maker_of(storage_of(t)))
         self.entries.append(Entry(None, ALWAYS, [storage_of(t)]))
 
     def live(self, needed: set[int], kept: Any) -> bytearray:
@@ -253,14 +262,15 @@ def needed(record: Record, results: list[Tensor], kept: list[Tensor]) -> set[int
 
 def leave_out(region: Region, record: Record, results: list[Tensor]) -> None:
     """Find what a replay leaves out: what nothing needs that is alive, and what a policy kept."""
-    saver, live, left_out = record.saver, None, NEVER
+    saver, left_out = record.saver, NEVER
     read = needed(record, results, [] if saver is None else saver.held())
-    if region.options.early_stop:
-        live = record.live(read, {} if saver is None else saver.kept)
+    live: Any = record.live(read, {} if saver is None else saver.kept)
     if saver is not None:
         left_out = 0
         region.kept = saver.settled(live)
-    elif live is not None and (at := live.find(0)) >= 0:
+    if not region.options.early_stop or record.blind or any(live[i] for i in record.blank):
+        live = None  # (what code reads that no mode sees is not known)
+    elif saver is None and (at := live.find(0)) >= 0:
         left_out = bisect_right(record.starts, at) - 1
     region.ran = Ran(record.entries, record.starts, live, left_out)
 

@@ -156,6 +156,8 @@ class Listener(TorchFunctionMode):
 
     def advance(self, call: Call) -> None:
         """A call is about to be made, which is as expected."""
+        for ledger in self.ledgers:
+            ledger.next_call()
         self.calls.append(call)
         self.at += 1
         self.due = next(self._coming, None)
@@ -183,8 +185,6 @@ class Listener(TorchFunctionMode):
 
     def log(self, call: Call) -> Call | None:
         """A call is about to be made; returns what is expected here."""
-        for ledger in self.ledgers:
-            ledger.next_call()
         due = self.due
         if self.expected is not None and (due is None or not self.matches(call, due)):
             self.departs(call, due)
@@ -346,8 +346,6 @@ class Listener(TorchFunctionMode):
             results = self.take(RETURN, results)
             numbers = self.last[0].given
         else:
-            for ledger in self.ledgers:
-                ledger.next_call()
             self.advance(due)
             results, numbers = as_due, due.given
         return [

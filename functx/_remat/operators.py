@@ -34,8 +34,6 @@ _RUNNING, _TRAINING = (3, 4), 5  # which arguments of batch norms
 class Operator:
     """An overload, as the ledger sees it."""
 
-    __slots__ = ("call", "draws", "dropout", "kind", "overload", "reads", "takes_number", "writes")
-
     def __init__(self, overload: Any) -> None:
         self.overload = overload  # held, since operators are found by id
         self.kind = ALWAYS
@@ -44,6 +42,7 @@ class Operator:
         self.dropout = -1  # where the argument is that says how much is dropped: 0 draws nothing
         self.reads = overload not in _SHAPE_ONLY
         self.writes: tuple[int, ...] = ()  # which arguments
+        self.is_blank = "empty" in str(overload) or "zeros" in str(overload)  # makes memory to fill
         self.takes_number = False  # and a tensor, and makes new memory of them
         if (schema := getattr(overload, "_schema", None)) is None:  # a higher-order operator
             return

@@ -48,8 +48,6 @@ def as_due(listener: Any, due: Call, args: Any) -> Any:
 
 def call(listener: Any, due: Call, operands: Any, args: Any, kwargs: Any) -> Any:
     """Make a call that is as expected; ``args`` and ``kwargs`` are as the program gave them."""
-    for ledger in listener.ledgers:
-        ledger.next_call()
     listener.advance(due)
     if kwargs:
         n = len(args)

@@ -268,12 +268,10 @@ class Saver:
 
     def settled(self, live: Any) -> Keeping:
         """What is kept in the end: what the pullback reads."""
-        kept, self.kept = self.kept, {}
-        if live is not None:
-            kept = {i: k for i, k in kept.items() if live[i]}
-            for k in kept.values():
-                k.tensors = [t for t, m in zip(k.tensors, k.memory) if m in k.read]
-                note_kept(k.tensors)
+        kept, self.kept = {i: k for i, k in self.kept.items() if live[i]}, {}
+        for k in kept.values():
+            k.tensors = [t for t, m in zip(k.tensors, k.memory) if m in k.read]
+            note_kept(k.tensors)
         return Keeping(kept)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import judged_by, numbers, unchanged
+from cases import custom_function, judged_by, numbers, unchanged
 from references import assert_same, count
 from torch import nn
 
@@ -102,6 +102,28 @@ def test_a_branch_that_is_taken_later_is_right_and_is_listened_to(first, later):
         (expected,) = torch.autograd.grad(f(x), x)
         assert_same(ours, expected)
     assert forwards == [(True, True), (False, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize("later", [torch.cos, torch.square])
+def test_a_branch_that_a_custom_function_takes_later_is_right(later):
+    """What torch runs after it is no call of the region's."""
+    notes = Notes()
+
+    def forward(ctx, x):
+        ctx.save_for_backward(y := (torch.sin if notes.step < 2 else later)(x.detach()))
+        return y
+
+    f = custom_function(forward, lambda ctx, g: g * ctx.saved_tensors[0])
+
+    def program(remat, step):
+        def loss(x):
+            notes.step = step
+            return remat(f_of)(x).sum()
+
+        f_of = lambda x: f(x * 2)
+        return loss
+
+    again_and_again(program, stacks=["backward"])
 
 
 @pytest.mark.parametrize("inside", [False, True])
