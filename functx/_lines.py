@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import traceback
 import types
 
 import torch
@@ -34,10 +35,13 @@ def where() -> Place:
     return frame.f_code, frame.f_lasti
 
 
-def line_now() -> str:
-    """``file:line`` of the user's code that is running."""
-    file, line, _ = line_of(where())
-    return f"{file}:{line}"
+def line_now(error: BaseException | None = None) -> str:
+    """``file:line`` of the user's code that is running, or that an error has come from."""
+    places = [line_of(where())[:2]]
+    if error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        places += [(f.filename, f.lineno or 0) for f in frames if not is_internal(f.filename)]
+    return "{}:{}".format(*places[-1])
 
 
 def line_of(place: Place) -> tuple[str, int, str]:
@@ -48,7 +52,7 @@ def line_of(place: Place) -> tuple[str, int, str]:
 
 
 def module_now(known: ModulePaths) -> str:
-    """The path from the outermost module that is running, ``""`` outside; ``known`` is kept."""
+    """The path from the outermost module that is running, or was; ``known`` is kept."""
     running: list[nn.Module] = []
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -57,6 +61,7 @@ def module_now(known: ModulePaths) -> str:
         frame = frame.f_back
     if not running:
         return ""
-    if (root := running[-1]) not in known:
+    root = next((r for r, paths in known.items() if running[-1] in paths), running[-1])
+    if root not in known:
         known[root] = {m: path for path, m in root.named_modules(remove_duplicate=False)}
     return known[root].get(running[0], "")

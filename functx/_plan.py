@@ -85,7 +85,7 @@ class Plan:
         if parts is None or len(parts) != self.blocks:
             got = describe(blocks) if parts is None else f"{len(parts)}"
             raise ValueError(f"Plan.apply: it is for {self.blocks} blocks, got {got}: plan again")
-        return lambda x: walk(self.tree, parts, x)
+        return functools.partial(walk, self.tree, parts)  # what copies it copies the blocks
 
     def save(self, path: str | Path) -> None:
         """Write it to a file, as JSON."""
@@ -202,8 +202,8 @@ def run_planned(f: Callable[..., Any], args: Any, kwargs: Any, o: Options) -> An
         plan = o.plans[key]
     if plan.names != _names_of(blocks):
         raise RematError(
-            f"remat: the plan was made for another function, or for other shapes: {o.name!r} runs "
-            f"{len(blocks)} blocks, the plan has {plan.blocks}. Call functx.plan again."
+            f"remat: the plan was made for another function, for other shapes, or for a list of "
+            f"{plan.blocks} blocks, not for {o.name!r}. Plan again, or call plan.apply(blocks)."
         )
     return recording.finish(walk(plan.tree, blocks, values, o))
 

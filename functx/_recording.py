@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _tree
 from functx._errors import RematError
+from functx._lines import line_now
 from functx._remat import Settings, is_tracked, no_regions, unseen
 
 MOST_BLOCKS = 32  # a block for each operation up to so many; more are taken together
@@ -142,11 +143,11 @@ class Recording(TorchFunctionMode):
         values = state | self.values
         return _tree.joined([values[n] for n in self.results], self.how)
 
-    def refuse(self, why: str) -> RematError:
+    def refuse(self, why: str, error: BaseException | None = None) -> RematError:
         """An error for what can't be planned."""
         return RematError(
-            f"remat: a budget for {self._name!r} can't be kept, because {why}. Plan its parts "
-            "instead: functx.plan takes a list of blocks, which may be any functions."
+            f"remat: a budget for {self._name!r} can't be kept: at {line_now(error)} {why}. "
+            "Plan its parts: functx.plan takes a list of blocks, which may be any functions."
         )
 
     def check_seed(self) -> None:
@@ -175,9 +176,7 @@ class Recording(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _PASSIVE:
-            return func(*args, **kwargs)
-        if name == "__get__" and func.__self__.__name__ not in _TENSORS:
+        if name in _PASSIVE or (name == "__get__" and func.__self__.__name__ not in _TENSORS):
             return func(*args, **kwargs)
         if name in ("__set__", "backward", "_backward"):
             raise self.refuse(f"it calls {name} on a tensor")
@@ -245,7 +244,7 @@ def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Recordin
             tensors, recording.how = _tree.parted(result)
             recording.results = [recording.number(recording.resolved(t)) for t in tensors]
     except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as e:
-        raise recording.refuse(f"it depends on values ({e})") from e
+        raise recording.refuse(f"it depends on values, as of item() ({e})", e) from e
     finally:
         generator.set_state(state)
         if torch.is_autocast_cache_enabled():

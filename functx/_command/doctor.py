@@ -42,7 +42,7 @@ def _doctor(options: argparse.Namespace) -> int:
         "functx": functx.__version__,
         "python": platform.python_version(),
     }
-    versions |= {name: _version(name) for name in ("torch", "optree", *_EXTRAS)}
+    versions |= {name: _version(name) for name in ("torch", "optree", *_EXTRAS, "transformers")}
     devices = ["cpu", *map(torch.cuda.get_device_name, range(torch.cuda.device_count()))]
     checks = {name: _tried(check) for name, check in _CHECKS.items()}
     rows = [

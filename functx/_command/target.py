@@ -35,6 +35,8 @@ def status(command: str, run: Callable[[Any], int], options: argparse.Namespace)
         for path in (getattr(options, name, None) for name in ("json", "plot", "html")):
             if path is not None and not path.parent.is_dir():  # before anything is measured
                 raise CommandError(f"can't write {path}: No such file or directory")
+            if str(path) == "-":
+                raise CommandError("give the name of a file to write: tables are on stdout")
         return run(options)
     except CommandError as error:
         said = str(error)

@@ -10,7 +10,6 @@ but made again.
 from __future__ import annotations
 
 import operator
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor, fx
 
 from functx import _torch
 from functx._errors import TracingError
-from functx._lines import is_internal, line_now
+from functx._lines import line_now
 from functx._remat import operator_of, unseen
 from functx._torch import compiler, graphs
 
@@ -75,10 +74,8 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
         except Exception as error:
             if not graphs.reads_values(error):
                 raise
-            frames = traceback.extract_tb(error.__traceback__)
-            lines = [f"{f.filename}:{f.lineno}" for f in frames if not is_internal(f.filename)]
             raise TracingError(
-                f"functx.jit: at {[line_now(), *lines][-1]} the function reads the "
+                f"functx.jit: at {line_now(error)} the function reads the "
                 f"value of a tensor in Python ({error}), which a graph can't. Compute with the "
                 "tensor (torch.where, masks), or pass the value as an argument that is no tensor."
             ) from error

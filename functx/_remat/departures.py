@@ -10,7 +10,7 @@ import torch
 
 from functx._errors import RematError, ReplayError
 from functx._lines import line_now
-from functx._remat.calls import INSIDE, RETURN, Call
+from functx._remat.calls import INSIDE, RETURN, Call, same_call
 
 
 def name_of(func: Any) -> str:
@@ -50,7 +50,8 @@ def differently(region: Any, listener: Any, call: Call, expected: Call | None) -
     if call.func == RETURN:
         codes = [x for x in region.identity or () if isinstance(x, CodeType)]
         at = f"the end of {codes[0].co_filename}:{codes[0].co_firstlineno}" if codes else "the end"
-    hint = _of_cache(region) or (
+    by_numbers = expected is not None and same_call(call, expected, strict=False)
+    hint = (not by_numbers and _of_cache(region)) or (
         "What they depend on (globals, counters, files) must be the same: pass it as an argument. "
         "Random numbers: draw with torch, or give preserve_rng_state='all'."
     )

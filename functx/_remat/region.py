@@ -1,7 +1,4 @@
-"""One call of a region, as data.
-
-The seven rules are in the package's docstring.
-"""
+"""One call of a region, as data. The seven rules are in the package's docstring."""
 
 from __future__ import annotations
 

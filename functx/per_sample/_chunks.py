@@ -84,6 +84,7 @@ class Reduction:
 
     def __init__(self, func: Callable[..., Any], randomness: str) -> None:
         self.func, self.randomness, self.stack = func, randomness, Stack()
+        self.is_all = False  # while it is measured: one chunk stands for all examples
 
     def run(self, batch: Batch) -> Any:
         """Compute one chunk, which may run again; returns a pytree of rows to stack."""
@@ -221,22 +222,20 @@ class Chunks:
             more = _Line(two.peak - 4 * kept, four.peak - 8 * kept)
             self._lines[key] = _Line(of_one(2), of_one(4)), more, kept
         one, more, kept = self._lines[key]
-        share = isinstance(self.budget, float)
-        budget = int(self.budget * one.at(batch.size) if share else self.budget)
+        budget = int(self.budget * (one.at(batch.size) if isinstance(self.budget, float) else 1))
         # All in one chunk is only measured where the line says that it fits.
         if one.largest(batch.size, batch.size, budget, of_one) == batch.size:
             return batch.size
         rest = batch.size * kept
-        chunk = more.largest(1, batch.size, budget - rest, of_more)
-        if chunk >= 1:
+        if (chunk := more.largest(1, batch.size, budget - rest, of_more)) >= 1:
             return chunk
         # One example alone runs without vmap, which can take less.
         alone = of_more(1) + rest if batch.size > 1 else of_one(1)
         if alone > budget:
             raise ValueError(
                 f"{self.api}: budget={budget:,} bytes is too little: with chunks of one "
-                f"example of {batch.size} the peak is {alone:,} bytes; raise it, or recompute "
-                "activations with functx.remat"
+                f"example of {batch.size} the peak is {alone:,} bytes, {rest:,} of them in the "
+                "result; raise it, or recompute activations with functx.remat"
             )
         return 1
 
@@ -249,6 +248,7 @@ class Chunks:
 
         def run() -> Any:
             reduction = make()
+            reduction.is_all = chunks == 1
             for start in range(0, examples.size, chunk):
                 reduction.stack_rows(examples.chunk(start, start + chunk))
                 reduction.add()

@@ -50,7 +50,7 @@ def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Grou
     except ValueError as error:
         name = "max_norm" if groups is None else "groups"
         raise ValueError(
-            f"{api}: {name} must be a pytree prefix of what is differentiated: {error}"
+            f"{api}: {name} must be a pytree prefix of what is differentiated: {str(error)[:300]}"
         ) from None
     if groups is not None and not (max_norm is None or _is_number(max_norm)):
         if not isinstance(max_norm, Mapping) or set(max_norm) != set(names):

@@ -124,18 +124,18 @@ class _GramMatrix(Reduction):
         """The Jacobians of a chunk by leaf."""
         found, output = super().run(batch)
         self._shape = output.shape[1:]
-        numbers = self._shape.numel()
-        return [leaf.reshape(len(leaf), numbers, -1) for leaf in _tree.leaves(found)]
+        leaves = _tree.leaves(found)
+        return [leaf.reshape(len(leaf), self._shape.numel(), -1) for leaf in leaves]
 
-    def _block(self, own: list[torch.Tensor], other: list[torch.Tensor]) -> torch.Tensor:
-        equation = _EQUATIONS[self._outputs]
-        parts = (torch.einsum(equation, *pair) for pair in zip(own, other))
+    def _block(self, own: list[torch.Tensor], other: Any, columns: int) -> torch.Tensor:
+        pairs = zip(own, [leaf[:columns] for leaf in other or own])
+        parts = (torch.einsum(_EQUATIONS[self._outputs], *pair) for pair in pairs)
         return functools.reduce(torch.add, parts)
 
     def run(self, batch: Batch) -> torch.Tensor:
         own, first, size = self._jacobians(batch), 0, self._right.size
         blocks: list[torch.Tensor] = []
-        # While memory is measured there are other rows.
+        # While memory is measured there are other rows; all at once needs no Jacobians of these.
         mirror = self._mirror and batch.whole == (0, size)
         if mirror and batch.start:
             first = batch.start
@@ -144,8 +144,8 @@ class _GramMatrix(Reduction):
         for start in range(first, size, batch.size):
             # Where the product has been taken, nothing holds the other Jacobians.
             other = self._right.chunk(start, min(start + batch.size, size))
-            same = mirror and start == batch.start
-            blocks.append(self._block(own, own if same else self._jacobians(other)))
+            same = (self._mirror and self.is_all) or (mirror and start == batch.start)
+            blocks.append(self._block(own, None if same else self._jacobians(other), other.size))
         return torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0]
 
     def result(self, counted: Counted) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """Plans: the measured peak is within the budget, derivatives are the same, recompute is least."""
 
+import copy
 import json
+import pickle
 import re
 
 import pytest
@@ -120,6 +122,18 @@ def test_planning_leaves_no_trace():
     assert_same([b.clone() for b in nn.Sequential(*blocks).buffers()], buffers)
     assert all(p.grad is None for p in nn.Sequential(*blocks).parameters())
     assert not x.requires_grad
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_a_model_that_holds_a_planned_chain_runs_its_own_blocks(copied):
+    model, x = nn.Module(), torch.randn(64, 8)
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+    model.run = functx.plan(model.blocks, x, budget=0.8).apply(model.blocks)
+    other = copied(model)
+    with torch.no_grad():
+        [p.zero_() for p in other.parameters()]
+    assert model.run(x).any()
+    assert not other.run(x).any()
 
 
 def test_a_plan_is_saved_as_json_and_printed(tmp_path):

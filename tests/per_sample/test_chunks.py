@@ -119,6 +119,15 @@ class TestBudget:
             limited(weights, x)  # measures
             assert memory.peak(limited, weights, x) <= allowed
 
+    @pytest.mark.parametrize("outputs", ["full", "trace"])
+    def test_a_share_of_a_gram_matrix_is_one_of_a_single_jacobian(self, outputs):
+        """Where it is that of the examples with themselves, the other one is not computed."""
+        weights, x, _ = deep_mlp(layers=3, batch=16, width=24)
+        f = functools.partial(per_sample.gram, lambda w, x: dense(w, x)[:4], outputs=outputs)
+        limited = f(budget=0.6)
+        assert_same(limited(weights, x), f()(weights, x), eps=64)
+        assert memory.peak(limited, weights, x) <= 0.6 * memory.peak(f(), weights, x)
+
     def test_too_small_a_budget_is_an_error(self):
         message = r"budget=10 bytes is too little.*functx\.remat"
         with pytest.raises(ValueError, match=message):
