@@ -29,8 +29,7 @@ def followed(leaves: Sequence[Any]) -> bool:
     """Whether something differentiates or traces what is made of tensors."""
     if _torch.transforming() or _torch.dual_level() >= 0:
         return True
-    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in leaves)
 
 
 class Stack:
@@ -221,16 +220,17 @@ class Chunks:
             more = _Line(two.peak - 4 * kept, four.peak - 8 * kept)
             self._lines[key] = _Line(of_one(2), of_one(4)), more, kept
         one, more, kept = self._lines[key]
-        share = isinstance(self.budget, float)
-        budget = int(self.budget * one.at(batch.size) if share else self.budget)
+        budget = int(self.budget * (one.at(batch.size) if isinstance(self.budget, float) else 1))
         # All in one chunk is only measured where the line says that it fits.
         if one.largest(batch.size, batch.size, budget, of_one) == batch.size:
             return batch.size
         rest = batch.size * kept
         chunk = more.largest(1, batch.size, budget - rest, of_more)
-        if chunk >= 1:
+        # One example alone runs without vmap, which can take less, or more: none is left over.
+        while chunk > 2 and batch.size % chunk == 1:
+            chunk -= 1
+        if chunk > 2 or (chunk > 0 and batch.size % chunk == 0):
             return chunk
-        # One example alone runs without vmap, which can take less.
         alone = of_more(1) + rest if batch.size > 1 else of_one(1)
         if alone > budget:
             raise ValueError(
@@ -238,7 +238,7 @@ class Chunks:
                 f"example of {batch.size} the peak is {alone:,} bytes; raise it, or recompute "
                 "activations with functx.remat"
             )
-        return 1
+        return max(chunk, 1)
 
     def _profile(
         self, batch: Batch, chunk: int, chunks: int, make: Callable[[], Reduction]
