@@ -20,6 +20,7 @@ from torch import Tensor
 from functx import _torch, _tree
 from functx._aten import flops_of
 from functx._chain import BlockCosts, Handed, Tree, numbers_in
+from functx._norms import standing_in
 from functx._recording import OperationBlock
 from functx._remat import Options, run, tape_of
 from functx._storages import LiveStorages, no_collection, storages_of
@@ -76,7 +77,8 @@ def there_and_back(f: Callable[[Any], Any], x: Any, wanted: Sequence[bool]) -> A
         parts = [(torch.view_as_real(o) if o.is_complex() else o).sum() for o in forward(given)]
         return torch.stack(parts).sum() if parts else given[0].new_zeros(())
 
-    return grad(number)(given) if given else forward(given)[:0]
+    with standing_in():
+        return grad(number)(given) if given else forward(given)[:0]
 
 
 def peak_of(f: Callable[[Any], Any], x: Any, wanted: Sequence[bool]) -> int:

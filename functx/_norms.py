@@ -9,8 +9,8 @@ functx transform, a layer keeps its value and takes its derivatives from its def
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,28 +33,50 @@ def around(tree: Any, *, once: bool = False) -> AbstractContextManager[Any]:
     return NormsByDefinition() if follows else nullcontext()
 
 
-def are_defined() -> bool:
-    """Whether the mode is active, or a region stands in for it."""
-    modes = map(_torch.function_mode_at, range(_torch.function_depth()))
-    return any(getattr(mode, "norms", False) for mode in modes)
+def are_defined() -> int:
+    """Whether the mode is active, or a region stands in for it; 2 in `standing_in`."""
+    return max((getattr(mode, "norms", 0) for mode in _modes()), default=0)
+
+
+def _modes() -> Iterator[Any]:
+    return map(_torch.function_mode_at, range(_torch.function_depth()))
 
 
 class NormsByDefinition(TorchFunctionMode):
     """Takes the derivatives of normalisations from their definition, where they nest."""
 
-    norms = True
+    norms, active = 1, True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in NORMALISATIONS:
-            return normalised(func, args, kwargs or {})
+        if self.active and func in NORMALISATIONS:
+            return normalised(func, args, kwargs or {}, max(self.norms, are_defined()))
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-def normalised(func: Any, args: Any, kwargs: Any) -> Any:
+class _StandingIn(NormsByDefinition):
+    norms = 2
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """Around a `functx.grad` that stands for a derivative taken outside: of the two, one counts."""
+    outside = [mode for mode in _modes() if isinstance(mode, NormsByDefinition) and mode.active]
+    for mode in outside:  # they would be asked too
+        mode.active = False
+    try:
+        with _StandingIn():
+            yield
+    finally:
+        for mode in outside:
+            mode.active = True
+
+
+def normalised(func: Any, args: Any, kwargs: Any, norms: int) -> Any:
     """What a normalisation returns, where derivatives nest with those of its definition."""
     out = func(*args, **kwargs)
     # Whether a second derivative may be taken: the same in a region and its replays.
-    nests = (n := _levels()) > 1 or (n == 1 and _any_requires_grad((out, *args, *kwargs.values())))
+    n = _levels() - (norms > 1)
+    nests = n > 1 or (n == 1 and _any_requires_grad((out, *args, *kwargs.values())))
     if not nests or (exact := _definition(func, args, kwargs)) is None:
         return out
     exact = exact.to(out.dtype)

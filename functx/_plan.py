@@ -29,7 +29,7 @@ from functx._residuals import undisturbed
 from functx._schedules import segments
 from functx._storages import storages_of
 from functx._tensor_names import labels
-from functx._validate import check_callable, checked_budget, describe, name_of
+from functx._validate import check_callable, checked_budget, describe, has_derivatives, name_of
 
 NEAR = 8  # so many cheaper trees are measured beyond the last that the model says to fit
 REMEMBERED = 256  # plans of a function
@@ -232,8 +232,7 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
     """
     tensors, how = _tree.parted(x)
     tracked = [*map(is_tracked, tensors)]
-    can = [t.is_floating_point() or t.is_complex() for t in tensors]
-    required = tracked if True in tracked else can
+    required = tracked if True in tracked else [*map(has_derivatives, tensors)]
     with torch.no_grad():  # off all tapes; what is not differentiated may be written to
         own = [t.detach() if r else t.detach().clone() for t, r in zip(tensors, required)]
     x = _tree.joined(own, how)
@@ -250,8 +249,7 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
         allowed = int(budget * chain.peak) if isinstance(budget, float) else budget
         if chain.peak > allowed:
             trees = [point.tree for point in frontier(costs, [*chain.states[:-1], ()])]
-            # The model of memory only says where to look; what counts is what trees are measured to
-            # take: of those that are allowed, the one with the least work done again.
+            # The model says where to look; of trees measured to fit, the one with the least work.
             near = trees[: bisect.bisect_right(trees, allowed, key=peak) + NEAR]
             near = sorted(near + _segmentations(len(blocks)), key=lambda t: work_again(t, work))
             candidates = [*near, *reversed(trees)]

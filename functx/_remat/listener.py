@@ -278,7 +278,7 @@ class Listener(TorchFunctionMode):
         if func in READ:
             read_outside(read_by(func, args, kwargs))
         if self.norms and func in NORMALISATIONS:
-            return normalised(func, args, kwargs)
+            return normalised(func, args, kwargs, self.norms)
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def watch(self) -> None:

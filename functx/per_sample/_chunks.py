@@ -29,8 +29,7 @@ def followed(leaves: Sequence[Any]) -> bool:
     """Whether something differentiates or traces what is made of tensors."""
     if _torch.transforming() or _torch.dual_level() >= 0:
         return True
-    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in leaves)
 
 
 class Stack:
@@ -206,8 +205,7 @@ class Chunks:
             return self.chunk_size or batch.size
         if _torch.tracing():
             raise RuntimeError(
-                f"{self.api}: memory can't be measured while operations are traced; give "
-                "chunk_size instead of budget"
+                f"{self.api}: memory can't be measured in a trace; give chunk_size, no budget"
             )
 
         def of_one(chunk: int) -> int:
@@ -227,9 +225,11 @@ class Chunks:
         if one.largest(batch.size, batch.size, budget, of_one) == batch.size:
             return batch.size
         rest = batch.size * kept
-        if (chunk := more.largest(1, batch.size, budget - rest, of_more)) >= 1:
+        chunk = more.largest(1, batch.size, budget - rest, of_more)
+        while chunk > 2 and batch.size % chunk == 1:  # one alone, without vmap, may take more
+            chunk -= 1
+        if chunk > 2 or (chunk > 0 and batch.size % chunk == 0):
             return chunk
-        # One example alone runs without vmap, which can take less.
         alone = of_more(1) + rest if batch.size > 1 else of_one(1)
         if alone > budget:
             raise ValueError(
@@ -237,7 +237,7 @@ class Chunks:
                 f"example of {batch.size} the peak is {alone:,} bytes, {rest:,} of them in the "
                 "result; raise it, or recompute activations with functx.remat"
             )
-        return 1
+        return max(chunk, 1)
 
     def _profile(
         self, batch: Batch, chunk: int, chunks: int, make: Callable[[], Reduction]

@@ -35,6 +35,20 @@ def test_a_function_keeps_to_its_budget(share):
     assert (again == 0) == (share == 1.0)
 
 
+def test_a_share_is_of_what_normalisations_take_in_the_same_transforms():
+    def f(weights, x):  # (by their definition, where derivatives nest, they take more)
+        for w in weights:
+            x = torch.tanh(torch.nn.functional.layer_norm(x, (24,)) @ w)
+        return x.square().sum()
+
+    per_example = lambda f: functx.vmap(functx.grad(f), (None, 0))
+    for transform, x in ((functx.grad, X), (per_example, X.reshape(4, 50, 24))):
+        plain = peak(transform(f), WEIGHTS, x)
+        planned = transform(functx.remat(f, budget=0.8))
+        assert_same(planned(WEIGHTS, x), transform(f)(WEIGHTS, x), 64)
+        assert peak(planned, WEIGHTS, x) <= 0.8 * plain + 100
+
+
 def test_derivatives_are_those_of_the_function():
     weights = WEIGHTS[:5]
     planned = functx.remat(mlp, budget=0.95)

@@ -128,6 +128,15 @@ class TestBudget:
         assert_same(limited(weights, x), f()(weights, x), eps=64)
         assert memory.peak(limited, weights, x) <= 0.6 * memory.peak(f(), weights, x)
 
+    def test_it_holds_where_an_example_would_be_left_over(self):
+        loss = lambda w, x: (w @ x).sin().sum()  # norms by factors, but of one example alone
+        w, x = numbers(64, 48), numbers(10, 48, start=1.0)
+        for size in range(2, 10):
+            budget = peak(per_sample.norms(loss, chunk_size=size), w, x[: size * (10 // size)])
+            limited = per_sample.norms(loss, budget=budget)
+            limited(w, x)  # measures
+            assert memory.peak(limited, w, x) <= budget
+
     def test_too_small_a_budget_is_an_error(self):
         message = r"budget=10 bytes is too little.*functx\.remat"
         with pytest.raises(ValueError, match=message):

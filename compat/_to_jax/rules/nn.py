@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from functx._errors import LoweringError
 from functx.compat._to_jax.rules.linalg import matmul
 from functx.compat._to_jax.rules.table import rule
 
@@ -163,7 +162,6 @@ def _flash(
     q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False,
     *, attn_mask: Any = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    _no_dropout(dropout_p)
     return _attention(q, k, v, attn_mask, is_causal, scale)
 
 
@@ -172,14 +170,8 @@ def _flash_backward(
     g: Any, q: Any, k: Any, v: Any, out: Any, logsumexp: Any, dropout_p: float, is_causal: bool,
     *, attn_mask: Any = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    _no_dropout(dropout_p)
     run = lambda q, k, v: _attention(q, k, v, attn_mask, is_causal, scale)[0]  # noqa: E731
     return jax.vjp(run, q, k, v)[1](g)
-
-
-def _no_dropout(p: float) -> None:
-    if p:
-        raise LoweringError(f"attention with dropout_p={p} draws random numbers; use dropout_p=0")
 
 
 def _lstm(tensors: Any, reverse: bool, has_biases: bool) -> Any:

@@ -23,7 +23,7 @@ from functx.compat._to_jax.rules.table import rule, rules
 
 # Functions that torch and jax.numpy have under one name, and of one meaning.
 _CAST = """
-acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
+acos acosh asin asinh atan atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
 bitwise_right_shift bitwise_xor ceil copysign cos cosh deg2rad exp exp2 expm1 floor fmod gcd
 hypot lcm log log10 log1p log2 logaddexp logaddexp2 nextafter positive rad2deg reciprocal
 round sin sinc sinh sqrt square tan tanh trunc
@@ -169,10 +169,18 @@ def _sign(x: Any) -> Any:
     return jnp.where(x == 0, 0, safe / jnp.abs(safe))
 
 
+@rule("atan2", cast=True)
+def _atan2(y: Any, x: Any) -> Any:
+    # No derivative at the origin, where JAX's is NaN.
+    origin = (y == 0) & (x == 0)
+    away = jnp.arctan2(y, jnp.where(origin, 1, x))
+    return jnp.where(origin, lax.stop_gradient(jnp.arctan2(y, x)), away)
+
+
 @rule("angle")
 def _angle(x: Any) -> Any:
     if jnp.iscomplexobj(x):
-        return jnp.angle(x)
+        return _atan2(x.imag, x.real)
     return jnp.where(jnp.isnan(x), x, jnp.where(x < 0, np.pi, 0.0))
 
 
@@ -187,7 +195,8 @@ def _magnitude_jvp(primals: Any, tangents: Any) -> Any:
 
 
 @rule("abs")
-def _abs(x: Any) -> Any:
+def absolute(x: Any) -> Any:
+    """The absolute value, with torch's derivative (zero) at zero."""
     if _floating(x):
         return _magnitude(x)
     if not jnp.iscomplexobj(x):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from functx.compat._to_jax.rules.pointwise import absolute
 from functx.compat._to_jax.rules.table import rule, rules
 
 Dims = int | Sequence[int] | None
@@ -102,18 +103,12 @@ def _moment(give: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 rules(
     {
-        "std.correction": _moment(lambda var, mean: _safe_sqrt(var)),
-        "std_mean.correction": _moment(lambda var, mean: (_safe_sqrt(var), mean)),
+        "std.correction": _moment(lambda var, mean: _root(var, 2)),
+        "std_mean.correction": _moment(lambda var, mean: (_root(var, 2), mean)),
         "var.correction": _moment(lambda var, mean: var),
         "var_mean.correction": _moment(lambda var, mean: (var, mean)),
     }
 )
-
-
-def _safe_sqrt(x: Any) -> Any:
-    # torch's std has derivative 0, not NaN, where all elements are equal.
-    zero = x == 0
-    return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, x)))
 
 
 @rule("histc")
@@ -155,7 +150,7 @@ def vector_norm(x: Any, ord: Any, dims: tuple[int, ...], keepdim: bool) -> Any:
     """The vector norm over some axes, with torch's derivative (zero) where it is zero."""
     if ord == 0:
         return jnp.sum(x != 0, dims, keepdims=keepdim)
-    size = jnp.abs(x)
+    size = absolute(x)
     if ord == float("inf"):
         return jnp.max(size, dims, keepdims=keepdim)
     if ord == float("-inf"):
@@ -173,7 +168,7 @@ def _power(size: Any, ord: float) -> Any:
 
 
 def _root(x: Any, ord: float) -> Any:
-    # Where the norm is zero torch's derivative is zero, not 0 * inf.
+    # Where a norm or a deviation is zero, torch's derivative is zero, not 0 * inf.
     zero = x == 0
     inner = jnp.where(zero, 1.0, x)
     root = jnp.sqrt(inner) if ord == 2 else inner ** (1 / ord)

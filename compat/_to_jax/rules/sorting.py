@@ -74,11 +74,7 @@ def _sort(x: Any, dim: int = -1, descending: bool = False) -> Any:
     return jnp.take_along_axis(x, order, dim), order
 
 
-@rule("sort.stable")
-def _sort_stable(
-    x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False
-) -> Any:
-    return _sort(x, dim, descending)
+rules({"sort.stable": lambda x, stable=None, dim=-1, descending=False: _sort(x, dim, descending)})
 
 
 @rule("topk")

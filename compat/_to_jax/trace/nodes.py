@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node, Proxy
 
 from functx import _torch as engine
 from functx._remat import unseen
+from functx.compat._torch import HigherOrderOperator
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ def _callee(node: Node) -> Any:
 
 def is_region(node: Node) -> bool:
     """Whether a node is the call of a kept region: its first argument is a graph module."""
-    return isinstance(_callee(node), GraphModule)
+    higher_order = isinstance(node.target, HigherOrderOperator)  # torch's own scan, say
+    return isinstance(_callee(node), GraphModule) and not higher_order
 
 
 def body_of(node: Node) -> GraphModule:

@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from functx import _torch as engine
 from functx._errors import LoweringError
 from functx._validate import has_derivatives
+from functx.compat._to_jax.rules.table import decompositions, lookup
 from functx.compat._to_jax.source_lines import at_line, note_source
 from functx.compat._to_jax.trace.composites import RECURRENT, REPLACED, layer_by_layer
 from functx.compat._to_jax.trace.functions import within
@@ -323,8 +324,9 @@ class Observer(TorchDispatchMode):
         return target if out is attached else out
 
     def _run(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func in _READS_VALUE and (out := self._known.compute(func, args, kwargs)) is not None:
-            return out  # (Tried, it would leave a node in the graph.)
+        without_node = func in _READS_VALUE or _is_constant(func)
+        if without_node and (out := self._known.compute(func, args, kwargs)) is not None:
+            return out
         try:
             return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as err:
@@ -336,6 +338,12 @@ class Observer(TorchDispatchMode):
             if func is aten.index.Tensor and (places := self._known.places(args[1])) is not None:
                 return func(args[0], places)
             raise _data_dependent(func) from err
+
+
+def _is_constant(op: OpOverload) -> bool:
+    """Whether an operation without a rule makes a constant: a window, the frequencies of an FFT."""
+    plain = not draws(op) and not any("Tensor" in str(a.type) for a in op._schema.arguments)
+    return plain and lookup(op) is None and op not in decompositions()
 
 
 def _data_dependent(func: OpOverload) -> LoweringError:

@@ -84,6 +84,7 @@ def trace(
     captures = lift_constants(module, mode)
     heed(module)
     own_memory(module)
+    module.graph.eliminate_dead_code()  # of values that were known
     module = functional(module, _traced, mode)
     drop_writes_to_inputs(module, len(specs))
     module.graph.eliminate_dead_code()

@@ -1,10 +1,12 @@
 """Python may read what a function closes over or makes of numbers, and nothing of its arguments."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
+import functx
 from functx._errors import LoweringError
 from functx.compat import to_jax
 
@@ -27,6 +29,9 @@ READ = {
     "repeats": lambda x, sizes: torch.repeat_interleave(x, sizes),
     "a mask": lambda x, sizes: x[sizes > 1] * 2,
     "a mask among others": lambda x, sizes: torch.outer(x, x)[:, sizes > 1][None, ..., 0],
+    "an equality, and a write": lambda x, sizes: x.clone().mul_(
+        2 if torch.equal(sizes, torch.tensor([1, 2, 3])) else 3
+    ),
     "places": lambda x, sizes: x[(sizes > 1).nonzero()[:, 0]],
 }
 
@@ -43,6 +48,31 @@ def test_what_is_closed_over_is_read_and_another_value_traces_again(name):
 
 def test_what_is_made_of_numbers_is_read():
     np.testing.assert_array_equal(to_jax(masked)(X), 2 * X)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.fft.fftfreq(3, 0.5),
+        lambda: torch.kaiser_window(3),
+        torch.no_grad()(lambda: torch.fft.rfftfreq(5)),
+    ],
+)
+def test_a_constant_without_a_rule_is_made_while_tracing(make):
+    f = lambda x: (functx.remat(lambda x: x * make())(x) * x).sum()
+    expected = functx.grad(f)(torch.arange(3.0))
+    np.testing.assert_allclose(jax.jit(jax.grad(to_jax(f)))(X), expected, rtol=1e-6)
+
+
+def test_an_inverse_stft_reads_whether_its_window_covers_the_signal():
+    window = torch.hann_window(8)
+
+    def there_and_back(x):
+        spectrum = torch.stft(x, 8, 4, window=window, return_complex=True)
+        return torch.istft(spectrum * 2, 8, 4, window=window)
+
+    x = torch.linspace(-1, 1, 32)
+    np.testing.assert_allclose(to_jax(there_and_back)(jnp.asarray(x)), 2 * x, atol=1e-6)
 
 
 UNKNOWN = {

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch._higher_order_ops import map as map_rows
 from torch.fx.experimental import proxy_tensor
 
 import functx
@@ -42,6 +43,7 @@ REFUSED = [
     ),
     (lambda x: STATE["seen"].add_(x), "closes over"),
     (functx.remat(lambda x: x * BUFFER.add_(1.0)), "buffers=True"),
+    (lambda x: map_rows(torch.sin, x), "no rule: map_impl"),
     (lambda x: object(), "returned a object"),
 ]
 
