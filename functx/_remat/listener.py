@@ -103,8 +103,7 @@ class Listener(TorchFunctionMode):
         """
         if (placed := self.placed(t, number, due)) is not None:
             return placed
-        if number is None:
-            number = self.number_within(t)
+        number = self.number_within(t) if number is None else number
         return (INSIDE if number is None else number), t
 
     def record_around(self) -> None:
