@@ -164,8 +164,7 @@ class Captures(Listener):
     def meet(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor]:
         if (placed := self.placed(t, number, due)) is not None:
             return placed
-        if number is None:
-            number = self.number_within(t)
+        number = self.number_within(t) if number is None else number
         if number is not None and due != -1 - len(self.standins):
             return number, t
         value = levels.alive(t)
