@@ -175,8 +175,7 @@ class Captures(Listener):
                 return INSIDE, t  # a constant: nothing is lost
             raise departures.refused(
                 f"{self.region.title} gives a captured tensor of shape {tuple(value.shape)} to a "
-                "transform of torch.func, where functx can't put a stand-in for it. Use the "
-                "transform of functx of the same name, or pass the tensor as an argument."
+                "transform of torch.func. Use functx's of the same name, or pass it as an argument."
             )
         captured = self.captured.get(id(t))
         if captured is None or due is not None:
