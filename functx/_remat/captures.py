@@ -28,7 +28,9 @@ from functx._remat.ledger import Record, leave_out
 from functx._remat.listener import Listener
 from functx._remat.region import Inputs
 
-_REQUIRES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+# Change requires_grad of a tensor, to this unless they are told; or (`None`) its data.
+_CHANGES: dict[Any, bool | None] = {Tensor.requires_grad_: True, Tensor.detach_: False}
+_CHANGES |= {Tensor.requires_grad.__set__: True, Tensor.data.__set__: None}  # type: ignore[attr-defined]
 # Pulls back what it is given, with the closures of that.
 ENGINE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
@@ -44,8 +46,7 @@ class Captures(Listener):
         ledgers = (record, *(() if outer is None else outer.ledgers))
         super().__init__(region, inputs.standins, ledgers, expected)
         self.outer, self.inputs, self.record = outer, inputs, record
-        if outer is not None:
-            self.wanted = outer.wanted_inside()
+        self.wanted = {} if outer is None else outer.wanted_inside()
         # Savers, of regions around too, whose policies look at operations:
         self.asked = [x.saver for x in ledgers if x.saver is not None and x.saver.asks]
         self.captured: dict[int, int] = {}  # by the id of a foreign tensor, its number as an input
@@ -163,8 +164,7 @@ class Captures(Listener):
     def meet(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor]:
         if (placed := self.placed(t, number, due)) is not None:
             return placed
-        if number is None:
-            number = self.number_within(t)
+        number = self.number_within(t) if number is None else number
         if number is not None and due != -1 - len(self.standins):
             return number, t
         value = levels.alive(t)
@@ -175,8 +175,7 @@ class Captures(Listener):
                 return INSIDE, t  # a constant: nothing is lost
             raise departures.refused(
                 f"{self.region.title} gives a captured tensor of shape {tuple(value.shape)} to a "
-                "transform of torch.func, where functx can't put a stand-in for it. Use the "
-                "transform of functx of the same name, or pass the tensor as an argument."
+                "transform of torch.func. Use functx's of the same name, or pass it as an argument."
             )
         captured = self.captured.get(id(t))
         if captured is None or due is not None:
@@ -219,6 +218,9 @@ class Captures(Listener):
         if self.record.written:
             self.record.written.clear()
             self._check_written()
+        if func in ENGINE and any(t.grad is not None for t in self.inputs.leaves.values()):
+            what = f"{self.region.title} calls backward(): gradients of its inputs would be lost"
+            raise departures.refused(f"{what}. Use torch.autograd.grad, or call it outside.")
         return out
 
     def _special(self, call: Call, func: Any, args: Any, kwargs: Any) -> None:
@@ -231,17 +233,16 @@ class Captures(Listener):
         elif func is _LABEL:
             _distributed.check(args[0], self.region.title)
         elif isinstance(t := args[0], Tensor) and self._is_given(t):
-            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-            if func in _REQUIRES and wanted != t.requires_grad:
+            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", _CHANGES[func])
+            if _CHANGES[func] is None or wanted != t.requires_grad:
                 raise departures.refused(
-                    f"{self.region.title} changes requires_grad of a tensor that it did not make, "
-                    f"of shape {tuple(t.shape)}. Do it outside of the region."
+                    f"{self.region.title} changes requires_grad or data of a tensor that it did "
+                    f"not make, of shape {tuple(t.shape)}. Do it outside of the region (if a hook "
+                    "does it, put the region inside); what has no grad can be written with copy_()."
                 )
 
     def hang(self, t: Tensor) -> None:
-        number = self.number_of(t)
-        if number is None:
-            number, _ = self.meet(t, None, None)
+        number = self.number_of(t) or self.meet(t, None, None)[0]
         if number < 0 and -1 - number not in self.made:
             raise departures.refused(
                 f"{self.region.title} hangs a hook on a tensor that it did not make, of shape "
@@ -288,7 +289,7 @@ class Captures(Listener):
 # Torch's error: a stand-in is a leaf where what it is for may be none.
 _WRITES_A_LEAF = "is being used in an in-place operation"
 _LABEL = torch.ops.profiler._record_function_enter_new
-_SPECIAL = {*ENGINE, *_REQUIRES, _LABEL}
+_SPECIAL = {*ENGINE, *_CHANGES, _LABEL}
 
 
 def tape_of(tensors: list[Tensor], first: int) -> Any:

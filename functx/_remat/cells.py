@@ -18,7 +18,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from functx._remat.calls import ATOMS
+from functx._remat.calls import ATOMS, is_plain
 
 
 class Wrapper:
@@ -54,7 +54,7 @@ def _frozen(x: Any, key: list[Any], copies: dict[int, Any]) -> Any:
         return x if inner is x.function else type(x)(inner, x.options)
     if kind is float or isinstance(x, Tensor):
         key.append(kind)
-    elif kind in ATOMS:
+    elif kind in ATOMS or (kind is tuple and is_plain(x)):
         key.append((kind, x))
     else:
         key.append(x if kind is types.BuiltinFunctionType else _reference(x))

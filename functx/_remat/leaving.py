@@ -32,22 +32,27 @@ def further_results(captures: Captures, leaves: list[Tensor]) -> list[tuple[int,
             t.detach_()  # what lived on its tape alone is gone with that
             found[number] = captures.known[id(t)][0]
         del t
+    if _refusal(captures, found) is not None:
+        gc.collect()  # a cycle may hold it
+        if (error := _refusal(captures, found)) is not None:
+            raise error
+    return [(number, t) for number, ref in found.items() if (t := ref()) is not None]
+
+
+def _refusal(captures: Captures, found: dict[int, Any]) -> RematError | None:
+    """What is alive and can't become a further result; stand-ins are added to those ``found``."""
     left = dict(_alive(captures))
     for number in sorted(left, reverse=True):  # results first: stand-ins may be on their tape
         t = left[number]
         if number > 0 or t.grad_fn is not None:
-            why = "a leaf" if t.grad_fn is None else "a view"
-            raise _left(captures, t, f"It is {why}, which can't become a further result. ")
+            kind = "leaf" if t.grad_fn is None else "view"
+            return _left(captures, t, f"It is a {kind}, which can't become a further result. ")
         if t._use_count() == 1:  # type: ignore[attr-defined]
             t.detach_()  # a stand-in
             found[number] = captures.known[id(t)][0]
         elif not captures.region.options.is_pullback:  # in which a replay may leave such a tape
-            raise RematError(
-                f"remat: what {captures.region.title} computes of a tensor of shape "
-                f"{tuple(t.shape)} is kept, and no mode has seen it made: in an autograd.Function, "
-                "or a thread. Return it, or detach() what you keep; start the thread outside."
-            )
-    return [(number, t) for number, ref in found.items() if (t := ref()) is not None]
+            return _left(captures, t, "No mode saw what keeps it: start the thread outside. ")
+    return None
 
 
 def check_nothing_left(captures: Captures, results: list[Tensor]) -> None:

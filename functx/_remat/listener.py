@@ -35,7 +35,7 @@ from functx._remat.calls import (
 )
 from functx._remat.ledger import read_outside
 from functx._remat.region import Region
-from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, key_included, peek_interpreter
+from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, compiler, key_excluded, peek_interpreter
 
 Body = Callable[..., list[Tensor]]
 _NO_CALLS = {*MAKERS, *HOOKS, saving.shown}
@@ -103,8 +103,7 @@ class Listener(TorchFunctionMode):
         """
         if (placed := self.placed(t, number, due)) is not None:
             return placed
-        if number is None:
-            number = self.number_within(t)
+        number = self.number_within(t) if number is None else number
         return (INSIDE if number is None else number), t
 
     def record_around(self) -> None:
@@ -135,13 +134,14 @@ class Listener(TorchFunctionMode):
 
     # -- calls
 
+    @compiler.uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (
             self.asleep
             or func in LOOKS
             or key_excluded(AUTOGRAD)
             # Python that an operator runs below functorch (a decomposition):
-            or (peek_interpreter() is not None and not key_included(FUNCTORCH_FRONT))
+            or (peek_interpreter() is not None and not _torch.key_included(FUNCTORCH_FRONT))
             or (self.ledgers and any(ledger.busy for ledger in self.ledgers))
         ):
             return func(*args, **kwargs) if kwargs else func(*args)

@@ -84,8 +84,6 @@ def _sharing(results: list[Tensor], inputs: Inputs, n: int) -> list[bool]:
 
     The first ``n`` were returned. The others are the program's own tensors, which stay themselves.
     """
-    if len(results) == 1:
-        return [n == 1 and inputs.holds(results[0])]
     memory = [_torch.storage_of(levels.base_of(t)) for t in results]
     shared = [inputs.holds(t) or (m != -1 and memory.count(m) > 1) for t, m in zip(results, memory)]
     return [s and i < n for i, s in enumerate(shared)]
@@ -103,8 +101,8 @@ def attach(
 ) -> list[Tensor]:
     """The results at one level, off the tape, those that are ``required`` to have grad on a node.
 
-    It keeps the inputs, ``leaves`` that no mode saw, and what the policy keeps. Observers are told
-    of nodes of regions that are in no other one.
+    It keeps the inputs, ``leaves`` that no mode saw, and what the policy keeps; copies, of tensors
+    of inference mode. Observers are told of nodes of regions that are in no other one.
     """
     values, requiring = inputs.values[level], inputs.requiring(level)
     if outermost:
@@ -115,7 +113,7 @@ def attach(
     payload.n_values, payload.n_leaves = len(values), len(leaves)
     payload.requiring = [*requiring, *range(len(values), len(values) + len(leaves))]
     payload.wanted = [i for i, r in enumerate(required) if r]
-    saved = [*values, *leaves, *kept]
+    saved = [t.clone() if t.is_inference() else t for t in (*values, *leaves, *kept)]
     payload.versions = _versions(saved) if level else []
     behind = [results[i] for i in payload.wanted]
     n_returned = sum(i < len(region.results) for i in payload.wanted)

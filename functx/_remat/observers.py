@@ -36,10 +36,7 @@ def within(registered: list[Any], observer: Any) -> Iterator[None]:
 
 
 def on_region(callback: Callable[[list[Tensor], str, int], None]) -> AbstractContextManager[None]:
-    """Call ``callback(inputs, name, level)`` for each node that an outermost region gets.
-
-    Inputs are those that the node keeps, as they are at its level.
-    """
+    """Call ``callback(kept_inputs, name, level)`` for each node that an outermost region gets."""
     return within(observers.of_nodes, callback)
 
 

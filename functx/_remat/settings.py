@@ -31,9 +31,8 @@ class Settings:
 
     def modes(self, now: Settings) -> list[Any]:
         """The function modes that a replay needs, where ``now`` is."""
-        if self.device == now.device:
-            return []
-        return [_torch.DeviceContext(self.device or torch.device("cpu"))]
+        same = self.device == now.device
+        return [] if same else [_torch.DeviceContext(self.device or torch.device("cpu"))]
 
     def put(self, now: Settings) -> None:
         """Set what was set here, where ``now`` is."""

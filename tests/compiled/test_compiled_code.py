@@ -166,6 +166,19 @@ def test_transforms_run_in_eager_and_a_warning_names_jit(library, kind, alone):
     assert_same(fast(X), expected, eps=8)  # without another warning
 
 
+@pytest.mark.filterwarnings("error")  # of what the compiler can't trace
+def test_a_compiled_function_in_a_region_runs_in_eager_and_compiles_nothing_of_the_engine():
+    def gradients(remat, inside):
+        region = remat(lambda x: inside(WEIGHTS[0], WEIGHTS[1], x).square())
+        x = X.clone().requires_grad_()
+        return [torch.autograd.grad(region(x).sum(), x) for _ in range(3)]
+
+    frames = torch._dynamo.utils.counters["frames"]
+    before = dict(frames)
+    assert_same(gradients(functx.remat, compiled(layers)), gradients(lambda f: f, layers), eps=8)
+    assert dict(frames) == before
+
+
 def test_a_full_graph_inside_of_a_region_is_an_error_that_says_what_to_compile():
     inside = compiled(lambda x: x.sin().cos(), fullgraph=True)
     loss = functx.remat(functx.remat(lambda x: inside(x).sum()))

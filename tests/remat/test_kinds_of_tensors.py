@@ -197,6 +197,19 @@ def test_a_sparse_result_of_regions_in_regions(remat, way):
     return torch.autograd.grad((f(x).to_dense() * x).sum(), x)
 
 
+@pytest.mark.parametrize("way", ["backward", "grad", "vmap(grad)"])
+@judged_by(unchanged)
+def test_a_constant_of_inference_mode(remat, way):
+    with torch.inference_mode():
+        shift = X * 2
+    f = remat(lambda x: (x.sin() + shift).sum())
+    if way == "backward":
+        x = X.clone().requires_grad_()
+        return f(x).detach(), torch.autograd.grad(f(x), x)
+    gradient = functx.grad(f)
+    return gradient(X) if way == "grad" else functx.vmap(gradient)(numbers(3, 4))
+
+
 VECTOR, W, BATCH = numbers(4), numbers(4, start=1.0), numbers(3, 4)
 
 

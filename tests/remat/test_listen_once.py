@@ -69,7 +69,8 @@ def seen_to_listen(f, *args, runs=3):
 
 def test_the_first_run_is_listened_to_and_later_ones_are_not():
     assert seen_to_listen(lambda x: x.sin().exp(), X) == [True, False, False]
-    weight = Y.diag()
+    weight, shape = Y.diag(), (1, -1)
+    assert seen_to_listen(lambda x: x.view(shape).exp(), X) == [True, False, False]
     assert seen_to_listen(lambda x: F.linear(x, weight, bias=Y), X) == [True, False, False]
 
 
@@ -182,6 +183,20 @@ def test_a_region_inside_that_is_new_ends_the_plan_of_the_region_around():
         return lambda x: remat(lambda x: block(x * 2).sum())(x)
 
     again_and_again(program, new=True)
+
+
+@pytest.mark.parametrize("cut", [lambda x, n: x[:n], lambda x, n: x.to(DTYPES[n])])
+def test_a_region_inside_may_return_another_shape_or_dtype_in_a_later_run(cut):
+    inner = lambda x, n: functx.remat(lambda x: cut(x.sin(), n))(x).exp()
+    ours = functx.remat(lambda x, n: functx.remat(inner)(x, n).sum())
+    plain = lambda x, n: cut(x.sin(), n).exp().sum()
+    for n in (1, 2, 1, 3):
+        for stack in map(STACKS.get, SOME):
+            expected = stack(lambda x, n=n: plain(x, n), X.clone())
+            assert_same(stack(lambda x, n=n: ours(x, n), X.clone()), expected)
+
+
+DTYPES = [torch.float16, torch.float64, torch.float32, torch.bfloat16]
 
 
 def test_functions_of_one_code_are_told_apart_by_what_they_close_over():

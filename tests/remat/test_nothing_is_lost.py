@@ -292,6 +292,7 @@ FLAGS = {
     "requires_grad_()": lambda t: t.requires_grad_(),  # requires_grad_()
     "requires_grad = True": lambda t: setattr(t, "requires_grad", True),  # requires_grad = True
     "freeze": lambda t: t.requires_grad_(False),  # freeze
+    "detach_": lambda t: t.detach_(),  # detach_
 }
 
 
@@ -308,17 +309,80 @@ def test_requires_grad_that_would_change_is_an_error(flag, what):
 
 
 def test_requires_grad_that_changes_nothing_is_right():
-    w = torch.nn.Parameter(X.clone())
+    w, buffer = torch.nn.Parameter(X.clone()), zeros()
 
     def region(a):
         for flag in ("requires_grad_()", "requires_grad = True"):
             FLAGS[flag](w)
             FLAGS[flag](a.detach().clone())
-        return a * w
+        return a * w + buffer.detach_()
 
     x = leaf()
     functx.remat(region)(x).sum().backward()
     assert_same((x.grad, w.grad), (X, X))
+
+
+@pytest.mark.parametrize("requires_grad", [True, False], ids=["a parameter", "a buffer"])
+def test_data_put_into_what_the_region_did_not_make_is_an_error(requires_grad):
+    """It would be the stand-in's, which is dropped; or be put there again by the replay."""
+    w = X.clone().requires_grad_(requires_grad)
+
+    def region(a):
+        w.data = w.data * 0.9  # momentum
+        return a * w
+
+    with refused("# momentum", "outside|copy_", shape=(4,)):
+        functx.remat(region)(leaf())
+    assert_same(w, X)
+
+
+def test_backward_inside_that_reaches_an_input_is_an_error():
+    w = leaf()
+
+    def region(a):
+        (a.detach() * w).sin().sum().backward()  # inside
+        return a * w
+
+    with refused("# inside", "autograd.grad"):
+        functx.remat(region)(leaf())
+
+
+@judged_by(same)
+def test_an_inner_loop_trains_a_copy_by_backward(remat):
+    w = leaf()
+
+    def region(a):
+        fast = w.detach().clone().requires_grad_()
+        optimizer = torch.optim.SGD([fast], lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (a.detach() * fast).sin().sum().backward()
+            optimizer.step()
+        return a * w * fast.detach()
+
+    x = leaf()
+    remat(region)(x).sum().backward()
+    return x.grad, w.grad
+
+
+def tree(x):
+    """A local function that calls itself is a cycle, which holds what it closes over."""
+    rows = (x * 2).sin().unbind()
+
+    def total(n):
+        return rows[0] if n == 0 else (total(n - 1) * rows[n]).cos()
+
+    return total(3)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@judged_by(same)
+def test_what_but_a_cycle_holds_is_not_lost(remat, order):
+    x = leaf()
+    out = remat(tree)(x)
+    for _ in range(order):
+        (out,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out
 
 
 CHANGES = {
