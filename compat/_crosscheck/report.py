@@ -237,7 +237,7 @@ def _how_far(d: Difference, allowed: float) -> str:
         f"; from torch in float64 torch is {_ulps(d.torch_ulps)} ulp away and JAX"
         f" {_ulps(d.jax_ulps)} ulp"
     )
-    lost = d.torch_ulps > max(64, 4 * d.jax_ulps)
+    lost = d.torch_ulps > max(64, 4 * d.jax_ulps) and d.relative < 0.01
     return f"{said}: it is torch that has lost precision" if lost else said
 
 
