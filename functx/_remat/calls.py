@@ -48,7 +48,7 @@ MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, tor
 MAKERS |= {Tensor.new_tensor}
 # What reads memory behind torch's back.
 READERS = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
-READERS |= {Tensor.untyped_storage, Tensor.__cuda_array_interface__.__get__}  # type: ignore[attr-defined]
+READERS |= {Tensor.untyped_storage, Tensor.__cuda_array_interface__.__get__}
 SPLITS = {torch.tensor_split, Tensor.tensor_split}  # read where to split
 # What reads the numbers in sequences that it is given.
 _SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
