@@ -127,7 +127,8 @@ def test_planning_leaves_no_trace():
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_of_a_model_that_holds_a_planned_chain_runs_its_own_blocks(copied):
     model, x = nn.Module(), torch.randn(64, 8)
-    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+    block = lambda: nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+    model.blocks = nn.ModuleList(block() for _ in range(4))
     model.run = functx.plan(model.blocks, x, budget=0.8).apply(model.blocks)
     other = copied(model)
     with torch.no_grad():
