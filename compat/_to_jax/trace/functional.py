@@ -156,7 +156,7 @@ def _keep_marks(before: GraphModule, after: GraphModule) -> None:
     """Mark regions and draws in a graph that was traced again as they were."""
     for what, kind, mark in (
         ("remat regions", is_region, "functx_region"),
-        ("random operations", lambda n: draws(n.target), "functx_draw"),
+        ("random operations", lambda n: draws(n.target, n.args), "functx_draw"),
     ):
         old, new = ([n for n in m.graph.nodes if kind(n)] for m in (before, after))
         if len(old) != len(new):

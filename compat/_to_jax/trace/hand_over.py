@@ -118,7 +118,7 @@ class _Numbering:
         draw = node.meta.get("functx_draw")
         if not isinstance(target, OpOverload) or is_mutable(target):
             return self.fresh()
-        if draws(target) and draw is None:
+        if draws(target, node.args) and draw is None:
             return self.fresh()
         try:
             given = _hashable((node.args, node.kwargs), numbers)
