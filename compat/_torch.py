@@ -331,12 +331,6 @@ def applying(hook: Callable[..., Any]) -> Iterator[None]:
                 del _Meta.__getattribute__
 
 
-def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor | None]:
-    """Parameters and buffers of a module itself, without the walk that ``parameters()`` makes."""
-    yield from module._parameters.values()
-    yield from module._buffers.values()
-
-
 def has_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether a module itself, or a parameter of its own, has hooks that see gradients."""
     if module._backward_hooks or module._backward_pre_hooks:
