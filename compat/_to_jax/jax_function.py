@@ -7,7 +7,6 @@ the trace: their values are read at every call, as in torch.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +35,7 @@ from functx.compat._to_jax.environment import Environment
 from functx.compat._to_jax.interpreter import Interpreter, Observe
 from functx.compat._to_jax.refusals import check
 from functx.compat._to_jax.scan import layers_of
+from functx.compat._to_jax.source_lines import warn
 from functx.compat._to_jax.trace.known_values import unchanged
 from functx.compat._to_jax.trace.trace import FunctionalGraph, Spec, trace
 from functx.compat._torch import TRACING, original_of
@@ -224,11 +224,10 @@ class Lowered:
             found = _trace(self.__wrapped__, leaves, kinds, tree, *how)
             self._programs[key] = found
             if traces == _MANY_TRACES:
-                warnings.warn(
+                warn(
                     f"{self!r} has been traced {_MANY_TRACES} times for arguments of one signature:"
                     " what it closes over (a number, a list, a global counter) is another one at"
-                    " each call. Pass what changes as an array",
-                    stacklevel=3,
+                    " each call. Pass what changes as an array"
                 )
         return found, arrays
 
@@ -322,7 +321,7 @@ def _trace(
 
     layers, why = layers_of(program.module.graph) if scan else ({}, "")
     if scan and not layers:
-        warnings.warn(f"to_jax: no two layers of {name} become one scan: {why}", stacklevel=5)
+        warn(f"to_jax: no two layers of {name} become one scan: {why}")
 
     def run(inputs: Sequence[Any], captures: Sequence[Any], key: Any) -> list[Any]:
         return Interpreter(rng=key, layers=layers).run(program.module, [*inputs, *captures])
