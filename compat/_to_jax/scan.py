@@ -48,7 +48,7 @@ class Layers:
 
         Of ``operands`` that are carried, only the first call's are read.
         """
-        draws = [_draws(node) for node in self.calls]
+        draws = [_draws(body_of(node)) for node in self.calls]
         numbers = jnp.asarray([[d.meta["functx_draw"] for d in drawn] for drawn in draws], int)
         places = [place for place, role in enumerate(self.roles) if role == STACKED]
         own = {place: jnp.stack([given[place] for given in operands]) for place in places}
@@ -134,8 +134,8 @@ def _options(one: Node, other: Node) -> str:
     return "" if a.policy == b.policy else f"{a.name} and {b.name} have different policies"
 
 
-def _draws(node: Node) -> list[Node]:
-    return [n for g in modules_of(body_of(node)) for n in g.graph.nodes if "functx_draw" in n.meta]
+def _draws(module: GraphModule) -> list[Node]:
+    return [n for m in modules_of(module) for n in m.graph.nodes if "functx_draw" in n.meta]
 
 
 def difference(one: GraphModule, other: GraphModule) -> str:
@@ -161,9 +161,7 @@ def _unlike(p: Any, q: Any) -> str:
     if not isinstance(p, CustomFunction) or not isinstance(q, CustomFunction):
         return "" if p is q else "they have different constants"
     # Its derivatives can't read the numbers of a loop's draws.
-    if any(
-        "functx_draw" in n.meta for g in p.graphs() for m in modules_of(g) for n in m.graph.nodes
-    ):
+    if any(map(_draws, p.graphs())):
         return f"{p.name}, a custom autograd.Function, draws random numbers"
     if p.described() != q.described():
         return f"{p.name} is not {q.name}"
