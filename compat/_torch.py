@@ -54,6 +54,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # torch's own only.
 from torch.utils._pytree import SUPPORTED_NODES, tree_map, tree_map_only
 
+from functx._remat import operator_of
 from functx._torch import SingleLevelFunction, apply_at_level, fwd_grad_mode
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -128,9 +129,10 @@ def is_zero_tensor(x: torch.Tensor) -> bool:
     return x._is_zerotensor()
 
 
-def draws(target: Any) -> bool:
-    """Whether an operation draws random numbers, by its tags."""
-    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+def draws(target: Any, args: Any) -> bool:
+    """Whether a call draws random numbers: the engine's answer, whose replays are compared."""
+    known = operator_of(target) if isinstance(target, OpOverload) else None
+    return known is not None and known.draws and not known.draws_nothing(args)
 
 
 _ONCE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
@@ -327,12 +329,6 @@ def applying(hook: Callable[..., Any]) -> Iterator[None]:
             _applying.pop()
             if not _applying:
                 del _Meta.__getattribute__
-
-
-def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor | None]:
-    """Parameters and buffers of a module itself, without the walk that ``parameters()`` makes."""
-    yield from module._parameters.values()
-    yield from module._buffers.values()
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:

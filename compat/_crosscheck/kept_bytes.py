@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -33,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import functx
 from functx import _torch
 from functx._remat import on_region
+from functx._validate import has_derivatives
 from functx.compat._jax import buffer_pointer, concrete
 from functx.compat._torch import base_of
 
@@ -45,11 +47,13 @@ class RegionResiduals:
         name: of the region's function.
         activations: bytes computed by the function that is differentiated.
         arguments: bytes of its arguments.
+        integers: bytes of activations that have no derivative: integers and masks.
     """
 
     name: str
     activations: int
     arguments: int
+    integers: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Kept:
         by_region: the same of each region, in the order in which they ran.
         storages: bytes of the buffers that hold the activations; in torch those of whole storages,
             of which a region may have taken views.
+        integers: bytes of activations that have no derivative: integers and masks.
     """
 
     activations: int
@@ -70,30 +75,43 @@ class Kept:
     regions: int
     by_region: tuple[RegionResiduals, ...] = ()
     storages: int = 0
+    integers: int = 0
 
 
 Buffer = tuple[int, int, int, Any]  # address or storage, offset, bytes, and their order
 View = tuple[int, int, Any]  # the same without the offset
 
 
-def _kept(entered: Sequence[tuple[str, set[Buffer]]], ours: set[View], outside: set[View]) -> Kept:
+def _kept(
+    entered: Sequence[tuple[str, set[Buffer]]],
+    ours: set[View],
+    outside: set[View],
+    integers: set[Buffer],
+) -> Kept:
     """Sum up what each region keeps: of the buffers that each took, those that live.
 
-    ``ours`` are those of arguments, ``outside`` those of what the function closes over.
+    ``ours`` are those of arguments, ``outside`` those of what the function closes over, and
+    ``integers`` hold no numbers that have derivatives.
     """
     seen: set[Buffer] = set()
     regions = []
     for name, buffers in entered:
-        views = [_view(buffer) for buffer in buffers - seen]
-        activations = sum(view[1] for view in views if view not in ours | outside)
-        regions.append(RegionResiduals(name, activations, sum(v[1] for v in views if v in ours)))
+        new = buffers - seen
+        made = {b for b in new if _view(b) not in ours | outside}
+        given = {b for b in new if _view(b) in ours}
+        regions.append(RegionResiduals(name, *map(_bytes, (made, given, made & integers))))
         seen |= buffers
     return Kept(
         sum(r.activations for r in regions),
         sum(r.arguments for r in regions),
         len(regions),
         tuple(regions),
+        integers=sum(r.integers for r in regions),
     )
+
+
+def _bytes(buffers: set[Buffer]) -> int:
+    return sum(buffer[2] for buffer in buffers)
 
 
 def kept_by_torch(
@@ -105,11 +123,13 @@ def kept_by_torch(
     ``closed_over`` do not count.
     """
     entered: list[tuple[str, dict[Buffer, tuple[StorageWeakRef, int]]]] = []
+    integers = set[Buffer]()
     outer = 0  # the level at which f is differentiated
 
     def record(inputs: list[Tensor], name: str, level: int) -> None:
         if level != outer:  # a derivative that f takes itself
             return
+        integers.update(_buffer(base_of(x)) for x in inputs if not has_derivatives(x))
         storages = [(_buffer(x), x.untyped_storage()) for x in map(base_of, inputs)]
         entered.append((name, {k: (StorageWeakRef(s), s.nbytes()) for k, s in storages}))
 
@@ -136,7 +156,8 @@ def kept_by_torch(
     whole = {k[0]: size for _, buffers in live for k, size in buffers.items()}
     known = {storage for storage, *_ in ours | outside}
     held = sum(size for storage, size in whole.items() if storage not in known)
-    return replace(_kept([(name, {*found}) for name, found in live], ours, outside), storages=held)
+    kept = _kept([(name, {*found}) for name, found in live], ours, outside, integers)
+    return replace(kept, storages=held)
 
 
 def _buffer(x: Tensor) -> Buffer:
@@ -196,7 +217,12 @@ def kept_by_jax(
     entered = [x for _, arrays in regions for x in arrays if _is_reshaped(x, given)]
     ours = {(buffer_pointer(x), x.nbytes, ()) for x in (*given, *entered)}
     outside = {(buffer_pointer(x), x.nbytes, ()) for x in closed_over}
-    kept = _kept(live, ours, outside)
+    integers = {
+        (buffer_pointer(x), 0, x.nbytes, ())
+        for x in leaves
+        if not jnp.issubdtype(x.dtype, jnp.inexact)
+    }
+    kept = _kept(live, ours, outside, integers)
     return replace(kept, storages=kept.activations)
 
 

@@ -19,19 +19,10 @@ from torch.overrides import TorchFunctionMode
 from functx import _tree
 from functx._remat import no_regions
 
-_WIDE = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
-}
+_WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
+_WIDE |= dict.fromkeys((torch.complex32, torch.complex64), torch.complex128)
 _NARROWER = {str(dtype).removeprefix("torch."): dtype for dtype in _WIDE}
-_CASTS = {
-    torch.Tensor.float: torch.Tensor.double,
-    torch.Tensor.half: torch.Tensor.double,
-    torch.Tensor.bfloat16: torch.Tensor.double,
-}
+_CASTS: dict[Any, Any] = dict.fromkeys((Tensor.float, Tensor.half, Tensor.bfloat16), Tensor.double)
 # What torch and JAX may differ by, relative to the largest entry: about 200 ulp of float32, for
 # sums of different order in networks some layers deep.
 RTOL = {

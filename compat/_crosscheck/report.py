@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from functx._pictures import Printed
-from functx.compat._crosscheck.kept_bytes import Kept
+from functx.compat._crosscheck.kept_bytes import Kept, RegionResiduals
 from functx.compat._crosscheck.operations import Operation
 from functx.compat._crosscheck.precision import Difference
 from functx.compat._crosscheck.products import Products
@@ -70,13 +70,14 @@ class Crosscheck(Printed):
     def kept_equal(self) -> bool:
         """Whether both frameworks keep as many bytes of activations at as many regions.
 
-        Arguments are alive anyway; JAX drops those that no derivative reads (a last bias, say).
-        What passes through a region unread on its way to another may be told as kept by either.
+        Arguments are alive anyway; JAX drops those that no derivative reads (a last bias, say), and
+        integers that none reads (positions, say). What passes through a region unread on its way to
+        another may be told as kept by either.
         """
         a, b = self.kept_torch, self.kept_jax
         if a is None or b is None:
             return a is b
-        return (a.activations, a.regions) == (b.activations, b.regions)
+        return a.regions == b.regions and _alike(a, b)
 
     @property
     def agrees(self) -> bool:
@@ -204,7 +205,8 @@ class Crosscheck(Printed):
         for attribute in ("activations", "arguments", "regions"):
             x, y = getattr(a, attribute), getattr(b, attribute)
             what = attribute if attribute == "regions" else f"bytes kept at regions, {attribute}"
-            differs = "DIFFERENT" if attribute != "arguments" else f"{x - y:,} not read"
+            not_read = attribute == "arguments" or self.kept_equal
+            differs = f"{x - y:,} not read" if not_read else "DIFFERENT"
             yield what, f"{x:,}", f"{y:,}", "equal" if x == y else differs
         if not self.kept_equal:
             yield from ((*row, "DIFFERENT") for row in _differing(a, b))
@@ -241,10 +243,16 @@ def _how_far(d: Difference, allowed: float) -> str:
     return f"{said}: it is torch that has lost precision" if lost else said
 
 
+def _alike(a: Kept | RegionResiduals, b: Kept | RegionResiduals) -> bool:
+    """Whether torch (a) keeps the activations that JAX (b) does, and perhaps integers besides."""
+    more = a.integers - b.integers
+    return a.activations - b.activations == more >= 0
+
+
 def _differing(a: Kept, b: Kept) -> Iterator[tuple[str, str, str]]:
     """Regions that keep other bytes of activations: names, and how many in torch and in JAX."""
     for n, (r, s) in enumerate(zip(a.by_region, b.by_region), 1):
-        if r.activations != s.activations:
+        if not _alike(r, s):
             yield f"region {n}, {r.name}", f"{r.activations:,}", f"{s.activations:,}"
 
 

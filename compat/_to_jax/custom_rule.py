@@ -1,6 +1,6 @@
 """A custom ``autograd.Function`` in JAX: its own backward, and its own jvp, at every order.
 
-It is a ``jax.custom_jvp`` whose tangents are a linear call (``linear.py``): evaluated, that is
+It is a call whose tangents are a linear call (``linear.py``): evaluated, that is
 the Function's jvp, or, where it has none, the transpose of its backward; transposed, it is the
 backward.  So forward over reverse (``jax.hessian``) works, which a ``jax.custom_vjp`` refuses.
 """
@@ -11,14 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from functx._errors import LoweringError
-from functx.compat._to_jax.linear import linear, transpose
+from functx.compat._to_jax.linear import linear, ruled, transpose
 from functx.compat._to_jax.trace.nodes import CustomFunction, DerivativeRule
 
 Zeros = Callable[[], list[Any]]
@@ -36,17 +33,17 @@ def apply_custom_function(
     """
     rules = _Rules(function, run)
     if not rules.of:
-        return tuple(lax.stop_gradient(r) for r in rules.forward(rng, *operands)[: rules.n])
-    f = jax.custom_jvp(rules.forward)
+        return tuple(lax.stop_gradient(r) for r in rules.forward(rng, operands)[: rules.n])
+    keys = [] if rng is None else [rng]
 
-    @f.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        # Through ``f``: an outer derivative of a saved result is the Function's own as well.
-        out = f(*primals)
-        found = dict(zip(rules.to, rules.tangents(primals, out, tangents)))
-        return out, tuple(found[i] if i in found else _no_tangent(o) for i, o in enumerate(out))
+    def apart(f: Callable[..., Any]) -> Callable[..., Any]:
+        """With the key apart from the operands."""
+        return lambda xs, *rest: f((*xs[: len(keys)], None)[0], xs[len(keys) :], *rest)
 
-    return tuple(f(rng, *operands)[: rules.n])
+    forward, tangents = apart(rules.forward), apart(rules.tangents)
+    of = [len(keys) + i for i in rules.of]
+    found = ruled(lambda *xs: forward(xs), tangents, [*keys, *operands], of, rules.to)
+    return tuple(found[: rules.n])
 
 
 class _Rules:
@@ -66,14 +63,12 @@ class _Rules:
         else:
             self.of, self.to = function.unruled, tuple(range(self.n))
 
-    def forward(self, rng: Any, *xs: Any) -> tuple[Any, ...]:
+    def forward(self, rng: Any, xs: Sequence[Any]) -> tuple[Any, ...]:
         """Results and intermediates."""
         return tuple(self._run(rng, self._function.forward_graph, xs))
 
-    def tangents(self, primals: Any, out: Any, tangents: Any) -> list[Any]:
+    def tangents(self, rng: Any, xs: Sequence[Any], out: Any, moved: Any) -> list[Any]:
         """Tangents of the results ``to``."""
-        rng, *xs = primals
-        moved = [tangents[1 + i] for i in self.of]
         inputs, results = [xs[i] for i in self.of], [out[i] for i in self.to]
         for_jvp = []
         if self._jvp is not None:
@@ -133,29 +128,15 @@ def _zeros_like(xs: Sequence[Any]) -> Zeros:
     return lambda: [jnp.zeros(*shape) for shape in shapes]
 
 
-def _no_tangent(x: Any) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
-
-
 def _once(function: CustomFunction, gradients: list[Any], inputs: list[Any]) -> list[Any]:
     """Gradients that can't be differentiated again, by whatever they were computed from."""
 
-    @jax.custom_jvp
-    def once(gradients: Any, inputs: Any) -> Any:
-        return gradients
+    def refuse(*_: Any) -> Any:
+        raise LoweringError(
+            f"the backward of {function.name}, a custom autograd.Function, is"
+            " once_differentiable: it has no second derivative. Write it with differentiable"
+            " operations, and without once_differentiable"
+        )
 
-    @partial(once.defjvp, symbolic_zeros=True)
-    def _(primals: Any, tangents: Any) -> Any:
-        moved = jax.tree_util.tree_leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
-        if not all(isinstance(t, SymbolicZero) for t in moved):
-            raise LoweringError(
-                f"the backward of {function.name}, a custom autograd.Function, is"
-                " once_differentiable: it has no second derivative. Write it with differentiable"
-                " operations, and without once_differentiable"
-            )
-        return once(*primals), [jnp.zeros_like(g) for g in primals[0]]
-
-    found: list[Any] = once(gradients, inputs)
-    return found
+    given = [*gradients, *inputs]
+    return ruled(lambda *xs: xs[: len(gradients)], refuse, given, range(len(given)), ())

@@ -215,23 +215,18 @@ def _apply(node: Node, args: Any, kwargs: Any, key: Callable[[], Any] | None) ->
     shape = tuple(first.shape) if first is not None else ()
     dtype = to_jax_dtype(first.dtype) if first is not None else None
     if rule.cast and first is not None:
-        args, kwargs = _cast_all((args, kwargs), dtype)
+        args = tuple(_cast(a, dtype) for a in args)
+        kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
     if rule.context:
         rng = key() if key and rule.random else None
         kwargs = {**kwargs, "ctx": Context(shape, dtype, node, rng)}
     return _conform(rule.fn(*args, **kwargs), value, node)
 
 
-def _cast_all(tree: Any, dtype: Any) -> Any:
-    def cast(x: Any) -> Any:
-        if isinstance(x, jax.Array):
-            return x if x.dtype == dtype else x.astype(dtype)
-        if isinstance(x, bool | int | float | complex):
-            return _number(x, dtype)
-        return x
-
-    args, kwargs = tree
-    return tuple(cast(a) for a in args), {k: cast(v) for k, v in kwargs.items()}
+def _cast(x: Any, dtype: Any) -> Any:
+    if isinstance(x, jax.Array):
+        return x if x.dtype == dtype else x.astype(dtype)
+    return _number(x, dtype) if isinstance(x, bool | int | float | complex) else x
 
 
 def _number(x: complex, dtype: Any) -> Any:

@@ -7,7 +7,6 @@ the trace: their values are read at every call, as in torch.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +31,11 @@ from functx.compat._bridge import (
     to_torch_dtype,
 )
 from functx.compat._jax import x64_enabled
-from functx.compat._to_jax.environment import device_of, environment_of
+from functx.compat._to_jax.environment import Environment
 from functx.compat._to_jax.interpreter import Interpreter, Observe
 from functx.compat._to_jax.refusals import check
 from functx.compat._to_jax.scan import layers_of
+from functx.compat._to_jax.source_lines import warn
 from functx.compat._to_jax.trace.known_values import unchanged
 from functx.compat._to_jax.trace.trace import FunctionalGraph, Spec, trace
 from functx.compat._torch import TRACING, original_of
@@ -67,9 +67,9 @@ def to_jax(
 
     Tensors that ``f`` closes over are read at each call, so an optimizer step between two calls is
     seen; inside ``jax.jit`` they are constants of the compiled function, as any closure in JAX.
-    Python numbers, strings and flags are static: another value traces again, as does a rebound
-    tensor or module, and a counter or list that ``f`` itself changes (after eight traces with a
-    warning).  State in attributes of other objects is read when tracing, not at each call.
+    Python numbers, strings and flags are static: another value traces again.  So it is with what
+    ``f`` reads otherwise, as in `functx.jit`: closures, globals that its code names, attributes of
+    modules and other objects, lists and dicts (after eight traces, of a counter say, it warns).
     With x64 off a JAX ``int32`` is seen by ``f`` as torch's default ``int64``, and what is computed
     of it wraps at 32 bits.  Of what ``torch.compile`` made the original is taken.  A write to an
     argument stays inside the call (with a warning, since the caller will not see it).  What a
@@ -147,6 +147,7 @@ class Signature:
     """One traced signature of a function."""
 
     program: FunctionalGraph
+    environment: Environment
     out_leaves: tuple[tuple[bool, Any], ...]  # (True, number among the outputs), (False, value)
     out_tree: Any  # the structure of the result
     run: Callable[[Sequence[Any], Sequence[Any], Any], list[Any]]  # of inputs, captures and key
@@ -211,24 +212,22 @@ class Lowered:
             Spec(x.shape, to_torch_dtype(x.dtype)) if isinstance(x, jax.Array) else (type(x), x)
             for x in leaves
         )
-        environment = environment_of(self.__wrapped__)
-        key = ((kinds, tree, x64_enabled()), environment)
+        environment = Environment(self.__wrapped__)
+        key = ((kinds, tree, x64_enabled()), environment.key)
         found = self._programs.get(key)
         if found is None or not unchanged(found.program.reads):
             traces = sum(signature == key[0] for signature, _ in list(self._programs))
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.clear()
                 self._arrays.clear()
-            device = device_of(environment)
-            found = _trace(self.__wrapped__, leaves, kinds, tree, self._rng, device, self._scan)
+            how = environment, self._rng, self._scan
+            found = _trace(self.__wrapped__, leaves, kinds, tree, *how)
             self._programs[key] = found
             if traces == _MANY_TRACES:
-                warnings.warn(
+                warn(
                     f"{self!r} has been traced {_MANY_TRACES} times for arguments of one signature:"
                     " what it closes over (a number, a list, a global counter) is another one at"
-                    " each call. Pass what changes as an array, or keep it in an attribute of an"
-                    " object, which is read when tracing only",
-                    stacklevel=3,
+                    " each call. Pass what changes as an array"
                 )
         return found, arrays
 
@@ -280,8 +279,8 @@ def _trace(
     leaves: list[Any],
     kinds: Sequence[Any],
     tree: Any,
+    environment: Environment,
     rng: bool,
-    device: str,
     scan: bool,
 ) -> Signature:
     out_leaves: list[tuple[bool, Any]] = []
@@ -315,16 +314,16 @@ def _trace(
     specs = [kind for kind in kinds if isinstance(kind, Spec)]
     name = getattr(f, "__name__", type(f).__name__)
     with TRACING, torch.enable_grad(), torch.inference_mode(False), lowering():
-        program = trace(flat, [Spec(s.shape, s.dtype, device) for s in specs], name)
+        program = trace(flat, [Spec(s.shape, s.dtype, environment.device) for s in specs], name)
     check(program, rng)
     for spec in specs:
         to_jax_dtype(spec.dtype)
 
     layers, why = layers_of(program.module.graph) if scan else ({}, "")
     if scan and not layers:
-        warnings.warn(f"to_jax: no two layers of {name} become one scan: {why}", stacklevel=5)
+        warn(f"to_jax: no two layers of {name} become one scan: {why}")
 
     def run(inputs: Sequence[Any], captures: Sequence[Any], key: Any) -> list[Any]:
         return Interpreter(rng=key, layers=layers).run(program.module, [*inputs, *captures])
 
-    return Signature(program, tuple(out_leaves), out_tree, jax.jit(run, inline=True))
+    return Signature(program, environment, tuple(out_leaves), out_tree, jax.jit(run, inline=True))

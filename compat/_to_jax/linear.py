@@ -1,4 +1,8 @@
-"""A call that is linear in some arguments, with a transpose of its own.
+"""Calls with derivatives of their own: `ruled` ones, and `linear` ones, which are transposed.
+
+``ruled(f, rule, xs, of, to)`` is ``f(*xs)``, whose tangents, of its results ``to``, are ``rule(xs,
+results, tangents)``, of those of the arguments ``of``.  (Reverse mode through ``lax.scan`` inlines
+a ``jax.custom_jvp``: the next derivative would be that of what it is made of.)
 
 ``linear(push, pull, kept, xs, like)`` is ``push(kept, xs)``; transposed, it is ``pull(kept,
 cotangents)``.  Neither is derived from the other.  (``jax.custom_derivatives.linear_call`` is that
@@ -19,8 +23,50 @@ from jax.interpreters import ad, batching, mlir
 
 Map = Callable[[Any, Sequence[Any]], list[Any]]
 
-linear_p = Primitive("functx_linear")
-linear_p.multiple_results = True
+linear_p, ruled_p = Primitive("functx_linear"), Primitive("functx_ruled")
+linear_p.multiple_results = ruled_p.multiple_results = True
+
+
+def ruled(f: Any, rule: Any, xs: Sequence[Any], of: Any, to: Any) -> list[Any]:
+    """``f(*xs)``, with the derivative that a rule gives."""
+    return ruled_p.bind(*xs, f=f, rule=rule, of=tuple(of), to=tuple(to))
+
+
+@ruled_p.def_impl
+def _run(*xs: Any, f: Any, **_: Any) -> list[Any]:
+    return list(f(*xs))
+
+
+@ruled_p.def_abstract_eval
+def _abstract_of_ruled(*xs: Any, f: Any, **_: Any) -> Any:
+    return jax.make_jaxpr(f)(*xs).out_avals
+
+
+def _jvp_of_ruled(xs: Any, tangents: Any, *, f: Any, rule: Any, of: Any, to: Any) -> Any:
+    out = ruled(f, rule, xs, of, to)  # of which an outer derivative is by the rule, too
+    found = rule([*xs], out, [ad.instantiate_zeros(tangents[i]) for i in of])
+    known = dict(zip(to, found))
+    return out, [known.get(i, ad.Zero(jax.typeof(o).to_tangent_aval())) for i, o in enumerate(out)]
+
+
+def _batch_of_ruled(xs: Any, dims: Any, *, f: Any, rule: Any, of: Any, to: Any) -> Any:
+    of_rule = [*dims], 0, [dims[i] for i in of]
+    out = ruled(jax.vmap(f, dims), jax.vmap(rule, of_rule), xs, of, to)
+    return out, [0] * len(out)
+
+
+def _transpose_of_ruled(cotangents: Any, *xs: Any, f: Any, **_: Any) -> list[Any]:
+    """In a function that is transposed as it is: by what ``f`` is made of."""
+    at = [i for i, x in enumerate(xs) if ad.is_undefined_primal(x)]
+    given = {i: c for i, c in enumerate(cotangents) if type(c) is not ad.Zero}
+
+    def of(*ys: Any) -> list[Any]:
+        linear = dict(zip(at, ys))
+        out = f(*(linear.get(i, x) for i, x in enumerate(xs)))
+        return [out[i] for i in given]
+
+    found = jax.linear_transpose(of, *(xs[i].aval for i in at))([*given.values()])
+    return [dict(zip(at, found)).get(i) for i in range(len(xs))]
 
 
 def linear(push: Map, pull: Map, kept: Any, xs: Sequence[Any], like: Sequence[Any]) -> list[Any]:
@@ -111,7 +157,10 @@ def _depend(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
     return [not isinstance(v, Literal) and known.get(v, False) for v in jaxpr.outvars]
 
 
-ad.primitive_jvps[linear_p] = _jvp
+ad.primitive_jvps[linear_p], ad.primitive_jvps[ruled_p] = _jvp, _jvp_of_ruled
 ad.primitive_transposes[linear_p] = _transpose
+ad.primitive_transposes[ruled_p] = _transpose_of_ruled
 batching.primitive_batchers[linear_p] = _batch
+batching.primitive_batchers[ruled_p] = _batch_of_ruled
 mlir.register_lowering(linear_p, mlir.lower_fun(_evaluate, multiple_results=True))
+mlir.register_lowering(ruled_p, mlir.lower_fun(_run, multiple_results=True))

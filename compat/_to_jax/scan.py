@@ -17,9 +17,9 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from functx.compat._to_jax.source_lines import at_source
 from functx.compat._to_jax.trace.nodes import (
+    CustomFunction,
     attribute,
     body_of,
-    custom_function_of,
     is_region,
     modules_of,
     tensors_of,
@@ -48,7 +48,7 @@ class Layers:
 
         Of ``operands`` that are carried, only the first call's are read.
         """
-        draws = [_draws(node) for node in self.calls]
+        draws = [_draws(body_of(node)) for node in self.calls]
         numbers = jnp.asarray([[d.meta["functx_draw"] for d in drawn] for drawn in draws], int)
         places = [place for place, role in enumerate(self.roles) if role == STACKED]
         own = {place: jnp.stack([given[place] for given in operands]) for place in places}
@@ -134,8 +134,8 @@ def _options(one: Node, other: Node) -> str:
     return "" if a.policy == b.policy else f"{a.name} and {b.name} have different policies"
 
 
-def _draws(node: Node) -> list[Node]:
-    return [n for g in modules_of(body_of(node)) for n in g.graph.nodes if "functx_draw" in n.meta]
+def _draws(module: GraphModule) -> list[Node]:
+    return [n for m in modules_of(module) for n in m.graph.nodes if "functx_draw" in n.meta]
 
 
 def difference(one: GraphModule, other: GraphModule) -> str:
@@ -147,21 +147,35 @@ def difference(one: GraphModule, other: GraphModule) -> str:
     for x, y in zip(a, b):
         same[y] = x
         if not _alike(x, y, same):
-            return f"{x.target}{at_source(x)} is not {y.target}{at_source(y)}"
+            given = [n.args if x.target == y.target else "" for n in (x, y)]
+            return f"{x.target}{given[0]}{at_source(x)} is not {y.target}{given[1]}{at_source(y)}"
+        if x.op == "get_attr" and (why := _unlike(attribute(x), attribute(y))):
+            return why
     return ""
+
+
+def _unlike(p: Any, q: Any) -> str:
+    """What differs between two bodies of regions, custom Functions, or constants."""
+    if isinstance(p, GraphModule) and isinstance(q, GraphModule):
+        return difference(p, q)
+    if not isinstance(p, CustomFunction) or not isinstance(q, CustomFunction):
+        return "" if p is q else "they have different constants"
+    # Its derivatives can't read the numbers of a loop's draws.
+    if any(map(_draws, p.graphs())):
+        return f"{p.name}, a custom autograd.Function, draws random numbers"
+    if p.described() != q.described():
+        return f"{p.name} is not {q.name}"
+    return next(filter(None, map(difference, p.graphs(), q.graphs())), "")
 
 
 def _alike(x: Node, y: Node, same: dict[Node, Node]) -> bool:
     a, b = ([(t.shape, t.dtype) for t in tensors_of(n)] for n in (x, y))
     if x.op != y.op or a != b:
         return False
-    if x.op == "get_attr":
-        p, q = attribute(x), attribute(y)
-        return p is q or (isinstance(p, GraphModule) and not difference(p, q))
-    if x.op == "placeholder":
+    if x.op in ("get_attr", "placeholder"):
         return True
-    if custom_function_of(x) is not None or (is_region(x) and _options(x, y)):
-        return False  # a Function's derivatives can't read the numbers of a loop's draws
+    if is_region(x) and _options(x, y):
+        return False
     given = map_arg((y.args, y.kwargs), same.__getitem__)
     return (
         x.target == y.target

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,12 @@ def at_line(error: BaseException | None = None) -> str:
     now = walk_stack(inspect.currentframe())
     found = _users(now if error is None else reversed([*walk_tb(error.__traceback__)]))
     return "" if found is None else " at {}:{} in {}".format(*found)
+
+
+def warn(message: str) -> None:
+    """Warn at the user's line that runs now."""
+    file, line, _ = _users(walk_stack(inspect.currentframe())) or ("sys", 1, "")
+    warnings.warn_explicit(message, UserWarning, file, line)
 
 
 def source_of(node: Node) -> Source | None:

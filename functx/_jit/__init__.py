@@ -7,5 +7,6 @@ reads beside its arguments (`state`) is inputs; gradients from outside are jitte
 from functx._jit.backends import noticed as noticed
 from functx._jit.jitted import is_compiled as is_compiled
 from functx._jit.jitted import jit as jit
+from functx._jit.state import State as State
 from functx._jit.state import reached as reached
 from functx._jit.state import variables as variables

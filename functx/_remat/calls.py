@@ -34,7 +34,7 @@ _SET: list[Any] = [Tensor.grad, Tensor._backward_hooks]  # by torch itself, too
 LOOKS = {
     *(getattr(Tensor, name).__get__ for name in _GETTERS.split()),
     *(access for x in _SET for access in (x.__get__, x.__set__, x.__delete__)),
-    *(Tensor.size, Tensor.dim, Tensor.numel),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_inference),  # (a node's too)
     *(Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),
     *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__, Tensor.__len__),
     *(Tensor.element_size, Tensor.nelement, Tensor.storage_offset, torch.ops.prim.device.default),

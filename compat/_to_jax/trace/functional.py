@@ -7,7 +7,6 @@ both.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from functx._errors import LoweringError
 from functx._remat import keep_regions
-from functx.compat._to_jax.source_lines import at_source
+from functx.compat._to_jax.source_lines import at_source, warn
 from functx.compat._to_jax.trace.nodes import (
     attribute,
     body_of,
@@ -156,7 +155,7 @@ def _keep_marks(before: GraphModule, after: GraphModule) -> None:
     """Mark regions and draws in a graph that was traced again as they were."""
     for what, kind, mark in (
         ("remat regions", is_region, "functx_region"),
-        ("random operations", lambda n: draws(n.target), "functx_draw"),
+        ("random operations", lambda n: draws(n.target, n.args), "functx_draw"),
     ):
         old, new = ([n for n in m.graph.nodes if kind(n)] for m in (before, after))
         if len(old) != len(new):
@@ -186,10 +185,9 @@ def drop_writes_to_inputs(module: GraphModule, n_inputs: int) -> None:
             " them: module.eval()"
         )
     if written:
-        warnings.warn(
+        warn(
             f"the function writes to {len(written)} of its arguments: JAX arrays never change, so"
-            " the caller will not see it. Return the new values if they are needed",
-            stacklevel=2,
+            " the caller will not see it. Return the new values if they are needed"
         )
     for node in reversed(written):
         node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from functx._save_policies import Decision
+from functx.compat._to_jax.source_lines import warn
 from functx.compat._to_jax.trace.nodes import body_of, is_region, placeholders
 from functx.compat._to_jax.trace.policies import kept_values
 from functx.compat._torch import OpOverload, draws, is_mutable
@@ -92,7 +92,7 @@ class _Numbering:
                     n.meta[AGAIN] = number in self._ran
             taken = _take(node, body, inner, kept)
             if not self._offloaded.isdisjoint(taken):
-                warnings.warn(STAYS, stacklevel=2)
+                warn(STAYS)
                 self._offloaded.clear()
             return results
         self._ran.update(number for number in inner.values() if isinstance(number, int))
@@ -118,7 +118,7 @@ class _Numbering:
         draw = node.meta.get("functx_draw")
         if not isinstance(target, OpOverload) or is_mutable(target):
             return self.fresh()
-        if draws(target) and draw is None:
+        if draws(target, node.args) and draw is None:
             return self.fresh()
         try:
             given = _hashable((node.args, node.kwargs), numbers)

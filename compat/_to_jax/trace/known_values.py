@@ -59,7 +59,7 @@ class KnownValues:
         """An operation has run in the trace."""
         outs = [t for t in _tree.leaves(out) if _tree.is_tensor(t)]
         known = all(t.numel() <= _LARGEST for t in outs) and "empty" not in func._schema.name
-        found = self._compute(func, args, kwargs) if known and not draws(func) else None
+        found = self._compute(func, args, kwargs) if known and not draws(func, args) else None
         if found is None:
             if is_mutable(func):
                 self._forget(args)

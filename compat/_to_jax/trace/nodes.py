@@ -88,6 +88,14 @@ class CustomFunction(torch.nn.Module):
         found = [self.forward_graph, *(g for r in rules for g in (r.graph, r.forward))]
         return list({id(g): g for g in found}.values())
 
+    def described(self) -> list[Any]:
+        """What it is, but for its graphs."""
+        rules = [
+            (r.residuals, r.of, r.to) if isinstance(r, DerivativeRule) else r
+            for r in (self.backward, self.jvp)
+        ]
+        return [self.name, self.n_results, self.once, len(self.graphs()), *rules]
+
 
 def custom_function(function: CustomFunction, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The target of a custom Function's node; when its graph is traced again, it stays a node."""

@@ -266,7 +266,7 @@ class Observer(TorchDispatchMode):
         if func in _READS_VALUE and is_check(args[0], again=within.plain):
             return True
         state = None
-        if draws(func):
+        if draws(func, args):
             # A generator is no value of a graph: its state is in the number.
             state = self._draws.advance(kwargs.get("generator"))
             kwargs = {name: None if name == "generator" else v for name, v in kwargs.items()}
@@ -275,7 +275,7 @@ class Observer(TorchDispatchMode):
         out = self._dispatch(func, args, kwargs)
         self._known.follow(func, args, kwargs, out)
         if made is not None and state is not None:
-            for i, node in enumerate(n for n in reversed(made()) if draws(n.target)):
+            for i, node in enumerate(n for n in reversed(made()) if draws(n.target, n.args)):
                 node.meta["functx_draw"] = self._draws.number((state, i))
         return out
 

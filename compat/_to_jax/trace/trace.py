@@ -40,7 +40,16 @@ from functx.compat._to_jax.trace.value_checks import heed
 from functx.compat._torch import FakeTensorMode, applying, make_fx
 
 _NO_DATA = "data is not allocated yet"
-_COMPILED = "dynamo-optimized function"
+# What torch says of what a trace can't do, and what to do instead.
+_REASONS = {
+    _NO_DATA: "an operation reads the values of a tensor{at} (numpy(), indices or sizes given as a"
+    " tensor, for example) while the function is traced: compute with the tensor, or pass them as"
+    " Python numbers",
+    "dynamo-optimized function": "{name} calls what torch.compile made{at}, which a trace can't"
+    " look into: call the function or module itself, JAX compiles it",
+    "Couldn't swap": "{name} converts its own parameters{at} (module.to(dtype), say), which are"
+    " arguments in JAX: convert the module before, and leave that out of the call",
+}
 
 
 @dataclass(frozen=True)
@@ -134,17 +143,10 @@ def _run(
             ) from err
         raise
     except RuntimeError as err:
-        if _NO_DATA in str(err) or graphs.reads_values(err):
-            raise LoweringError(
-                f"an operation reads the values of a tensor{at_line(err)} (numpy(), indices or"
-                " sizes given as a tensor, for example) while the function is traced: compute with"
-                " the tensor, or pass them as Python numbers"
-            ) from err
-        if _COMPILED in str(err):
-            raise LoweringError(
-                f"{name} calls what torch.compile made{at_line(err)}, which a trace can't look"
-                " into: call the function or module itself, JAX compiles it"
-            ) from err
+        said = _NO_DATA if graphs.reads_values(err) else str(err)
+        for words, why in _REASONS.items():
+            if words in said:
+                raise LoweringError(why.format(name=name, at=at_line(err))) from err
         raise
     finally:
         random_draws.restore()

@@ -3,6 +3,8 @@
 import collections
 import functools
 import itertools
+import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -263,6 +265,33 @@ def test_a_moved_cut_fails_the_assertion_and_names_the_region():
     with pytest.raises(AssertionError, match=message):
         report.assert_agrees()
     assert "DIFFERENT" in str(report)
+
+
+def test_integers_that_no_derivative_reads_may_be_kept_by_torch_alone():
+    def f(read):
+        def region(w, x, at):
+            return torch.tanh(x @ w)[at] if read else torch.tanh(x @ w)
+
+        return lambda w, x: functx.remat(region)(w, x.sin(), torch.arange(len(x)).flip(0)).sum()
+
+    args = torch.randn(4, 4), torch.randn(3, 4)
+    report = crosscheck(f(False), *args, peak=False)
+    report.assert_agrees()
+    assert (report.kept_torch.activations, report.kept_jax.activations) == (72, 48)
+    assert report.kept_torch.by_region[0].integers == report.kept_torch.integers == 24
+    assert re.search(r"activations +72 +48 +24 not read\n", str(report))
+    read = crosscheck(f(True), *args, peak=False)
+    read.assert_agrees()
+    assert read.kept_torch == read.kept_jax
+
+    # What JAX alone keeps differs, and so does what is no integer, also where the sums are equal.
+    ours, theirs = report.kept_torch, report.kept_jax
+    no_integers = replace(ours, integers=0)
+    for a, b in ((theirs, ours), (no_integers, theirs), (ours, no_integers)):
+        object.__setattr__(report, "kept_torch", a)
+        object.__setattr__(report, "kept_jax", b)
+        with pytest.raises(AssertionError, match="the cuts are not at the same places"):
+            report.assert_agrees()
 
 
 def test_what_a_region_closes_over_is_kept_by_neither():

@@ -242,6 +242,29 @@ def test_once_differentiable_is_heeded():
             twice(lowered)(x)
 
 
+@pytest.mark.parametrize("transform", [jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))])
+def test_the_rule_is_kept_in_a_loop_of_jax_at_second_order(transform):
+    """Where JAX forgets that of a ``jax.custom_jvp``."""
+    f = function(lambda ctx, g: 3 * g * ctx.saved_tensors[0])
+    lowered, x = to_jax(f), arrays(X)
+
+    def loop(scan):
+        def run(x):
+            for _ in () if scan else range(3):
+                x = lowered(x / 2)
+            return jax.lax.scan(lambda x, _: (lowered(x / 2), None), x, None, 3)[0] if scan else x
+
+        return lambda x: (run(x) ** 2).sum()
+
+    expected = transform(loop(False))(x)
+    assert np.abs(expected).max() > 0.01
+    assert_close(transform(loop(True))(x), expected)
+    once = function(once_differentiable(lambda ctx, g: 3 * g * ctx.saved_tensors[0]), name="Once")
+    lowered = to_jax(once)
+    with pytest.raises(LoweringError, match=r"Once.*once_differentiable"):
+        transform(loop(True))(x)
+
+
 def test_a_stop_in_a_backward_stops_second_derivatives_only():
     stops = function(torch.no_grad()(lambda ctx, g: 3 * g.detach()))
     lowered, x = to_jax(lambda x: (stops(x) * x).sum()), arrays(X)

@@ -54,6 +54,21 @@ def test_a_recompute_draws_the_same():
     np.testing.assert_array_equal(kept_of(jax.grad(plain, 1)(KEY, X)), kept)
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_attention_counts_as_a_draw_only_where_it_drops_something(rate):
+    def block(q):
+        return dropout(functional.scaled_dot_product_attention(q, q, q, dropout_p=rate), 0.5).sum()
+
+    q = jnp.linspace(-1, 1, 32).reshape(1, 1, 8, 4)
+    plain = to_jax(block, rng=True)
+    for cut in (functx.remat(block), lambda q: functx.remat(functx.remat(block))(q)):
+        h, inside = to_jax(cut, rng=True), to_jax(functx.grad(cut), rng=True)
+        np.testing.assert_allclose(h(KEY, q), plain(KEY, q), rtol=1e-5)
+        expected = jax.grad(plain, 1)(KEY, q)
+        for gradient in (jax.grad(h, 1)(KEY, q), inside(KEY, q)):
+            np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_each_example_draws_from_its_own_key():
     gradient = jax.grad(to_jax(region, rng=True), 1)
     kept = kept_of(jax.vmap(gradient, (0, None))(jax.random.split(KEY, 3), X))

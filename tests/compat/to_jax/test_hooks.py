@@ -1,6 +1,6 @@
 """Hooks, what a function asks of its tape, and where derivatives stop are as in torch."""
 
-import types
+import collections
 
 import jax
 import pytest
@@ -85,9 +85,9 @@ def packs(x):
         return x.sin() * x
 
 
-# A namespace is not looked into for what a trace depends on.
-HELD = types.SimpleNamespace(module=torch.nn.Linear(5, 5).double())
-HELD.module.register_full_backward_hook(lambda module, given, got: (given[0] * 3,))
+# A deque is not looked into for what a trace depends on.
+HELD = collections.deque([torch.nn.Linear(5, 5).double()])
+HELD[0].register_full_backward_hook(lambda module, given, got: (given[0] * 3,))
 REFUSED = {
     "register_hook: JAX's derivatives": lambda x: (x * 2).register_hook(print) and x,
     r"use x\.detach\(\)": lambda x: (x.requires_grad_(False), x * 2)[1],
@@ -96,7 +96,7 @@ REFUSED = {
         x.register_post_accumulate_grad_hook(print) and x
     ),
     "saved_tensors_hooks": packs,
-    "that the function runs has backward hooks": lambda x: HELD.module(x),
+    "that the function runs has backward hooks": lambda x: HELD[0](x),
 }
 
 

@@ -63,6 +63,15 @@ def assigns_to_a_mask_and_an_index(x):
     return y
 
 
+class Converting(torch.nn.Linear):
+    def forward(self, x):
+        return super(Converting, self.to(torch.float32)).forward(x)
+
+
+def converts(x):
+    return torch.func.functional_call(Converting(2, 2), {"weight": x, "bias": x[0]}, (x,))
+
+
 # A word of the line that an error names, and of the way out.
 AT_A_LINE = [
     (functx.remat(lambda x: torch.special.airy_ai(x)), r"from_jax\(g\)"),
@@ -75,6 +84,7 @@ AT_A_LINE = [
     (lambda x: x * float(x.numpy()[0, 0]), "numpy(.|\n)*compute with the tensor"),
     (lambda x: torch.tensor_split(x, torch.tensor([1])), "as Python numbers"),
     (lambda x: torch.compile(torch.sin)(x), "call the function or module itself"),
+    (converts, "convert the module before"),
     (assigns_to_a_mask_and_an_index, r"mask among other indices(.|\n)*torch\.where"),
 ]
 

@@ -129,6 +129,55 @@ def test_a_warning_names_the_first_operation_that_differs():
         scanned(params, X)
 
 
+class Clamp(torch.autograd.Function):
+    """Its gradient is none that JAX would find by itself."""
+
+    @staticmethod
+    def forward(ctx, x, limit, drop):
+        ctx.save_for_backward(x)
+        x = x.clamp(-limit, limit)
+        return nn.functional.dropout(x, 0.5) if drop else x
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        (x,) = ctx.saved_tensors
+        return cotangent * x.cos(), None, None
+
+
+class Clamped(nn.Module):
+    def __init__(self, limit=0.5, drop=False):
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4, dtype=torch.float64), (limit, drop)
+
+    def forward(self, x):
+        return Clamp.apply(self.linear(x), *self.how)
+
+
+def test_layers_with_the_same_custom_function_are_scanned():
+    net = nn.Sequential(*(Clamped() for _ in range(LENGTH)))
+    params, plain = to_jax(net)
+    _, scanned = to_jax(net, scan="*")
+    assert scans(scanned, params, X) == [LENGTH]
+    for transform in (jax.grad, jax.jacfwd, jax.hessian):
+        of = lambda f: transform(lambda x: (f(params, x) ** 2).sum())(X)  # noqa: B023
+        assert_close(of(scanned), of(plain))
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ([(0.5,), (0.25,)], r"clamp.*-0\.5, 0\.5\) at .* is not .*clamp.*-0\.25, 0\.25\) at"),
+        ([(0.5, True)] * 2, "Clamp, a custom autograd.Function, draws random numbers"),
+    ],
+)
+def test_layers_with_another_custom_function_or_draws_in_it_are_not(options, cause):
+    net = nn.Sequential(*(Clamped(*option) for option in options))
+    params, scanned = to_jax(net, rng=True, scan="*")
+    with pytest.warns(UserWarning, match=cause) as warned:
+        assert scans(scanned, jax.random.key(0), params, X) == []
+    assert {w.filename for w in warned} == {__file__}
+
+
 def test_what_to_scan_is_named_of_a_module_and_has_to_be_there():
     with pytest.raises(ValueError, match="matches no submodule"):
         to_jax(Net(), scan="blocks.*")

@@ -1,5 +1,6 @@
 """A lowered function under JAX's transforms, with torch's inside, on devices; when it is traced."""
 
+import collections
 import gc
 import itertools
 import os
@@ -80,10 +81,10 @@ def test_in_jit_checkpoint_and_scan_it_is_the_function():
 
 
 def test_new_shapes_dtypes_and_statics_trace_again():
-    seen = types.SimpleNamespace(traces=[])
+    traces = collections.deque()  # which is not looked into
 
     def g(x, flag):
-        seen.traces.append((tuple(x.shape), x.dtype, flag))
+        traces.append((tuple(x.shape), x.dtype, flag))
         return x + 1 if flag else x - 1
 
     h = to_jax(g)
@@ -91,7 +92,7 @@ def test_new_shapes_dtypes_and_statics_trace_again():
         h(x, True)
     np.testing.assert_array_equal(h(jnp.ones(3), False), np.zeros(3))
     np.testing.assert_array_equal(h(jnp.ones(3), 1), 2 * np.ones(3))
-    assert seen.traces == [
+    assert [*traces] == [
         ((2,), torch.float32, True),
         ((3,), torch.float32, True),
         ((3,), torch.float16, True),
@@ -210,6 +211,46 @@ def test_a_module_and_what_is_closed_over_are_read_at_each_call():
         h(arrays(x))
 
 
+class Settings(torch.nn.Module):
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.slope, self.held = torch.nn.LeakyReLU(0.1), {"of": [1.0], "w": torch.ones(())}
+
+    def forward(self, x):
+        return self.slope(-x) * self.scale * self.held["of"][0] * self.held["w"]
+
+
+FACTOR = 1.0
+
+
+def scaled(x):
+    return x * FACTOR
+
+
+def test_settings_that_change_are_seen_at_the_next_call(monkeypatch):
+    net, x = Settings(), torch.ones(3)
+    params, of_module = to_jax(net)
+    h = to_jax(lambda x: scaled(net(x)))
+    for change in (
+        lambda: None,
+        lambda: setattr(net, "scale", 3.0),
+        lambda: setattr(net.slope, "negative_slope", 0.5),
+        lambda: net.held["of"].__setitem__(0, 2.0),
+        lambda: net.held.update(w=torch.full((), 5.0)),
+        lambda: monkeypatch.setitem(globals(), "FACTOR", 2.0),
+    ):
+        change()
+        assert_close(of_module(params, arrays(x)), net(x))
+        assert_close(h(arrays(x)), scaled(net(x)))
+    drop = torch.nn.Sequential(torch.nn.Dropout(0.0))
+    params, f = to_jax(drop, rng=True)
+    assert (f(jax.random.key(0), params, jnp.ones(9)) == 1).all()
+    drop[0].p = 1.0
+    assert (f(jax.random.key(0), params, jnp.ones(9)) == 0).all()
+
+
 def test_a_counter_in_what_is_closed_over_traces_again_and_warns():
     held, n = types.SimpleNamespace(n=0), 0
 
@@ -222,13 +263,12 @@ def test_a_counter_in_what_is_closed_over_traces_again_and_warns():
         n += 1
         return x * n
 
-    h = to_jax(in_an_attribute)
-    assert [float(h(jnp.ones(()))) for _ in range(3)] == [1, 1, 1]
-    h = to_jax(in_a_variable)
-    assert [float(h(jnp.ones(()))) for _ in range(8)] == [*range(1, 9)]
-    with pytest.warns(UserWarning, match=r"in_a_variable.* traced 8 times.* in an attribute"):
-        assert float(h(jnp.ones(()))) == 9
-    assert [float(h(jnp.ones(()))) for _ in range(3)] == [10, 11, 12]
+    for counts in (in_an_attribute, in_a_variable):
+        h = to_jax(counts)
+        assert [float(h(jnp.ones(()))) for _ in range(8)] == [*range(1, 9)]
+        with pytest.warns(UserWarning, match=rf"{counts.__name__}.* traced 8 times.* as an array"):
+            assert float(h(jnp.ones(()))) == 9
+        assert [float(h(jnp.ones(()))) for _ in range(3)] == [10, 11, 12]
     h = to_jax(lambda x: x * n)
     for n in range(8):
         assert float(h(jnp.ones(()))) == n
