@@ -28,6 +28,8 @@ _SHAPE_ONLY = _overloads(
 # Unwritten memory: what a replay inside has left out, which another one may not. Zeros whose kind,
 # without memory, or whose storage, as large as another's, decides what runs next.
 _ALWAYS = _overloads("empty_strided _efficientzerotensor _new_zeros_with_same_feature_meta")
+# Make memory for others to fill.
+_BLANK = "aten.empty", "aten.zeros", "aten.new_empty", "aten.new_zeros"
 _RUNNING, _TRAINING = (3, 4), 5  # which arguments of batch norms
 
 
@@ -42,7 +44,7 @@ class Operator:
         self.dropout = -1  # where the argument is that says how much is dropped: 0 draws nothing
         self.reads = overload not in _SHAPE_ONLY
         self.writes: tuple[int, ...] = ()  # which arguments
-        self.is_blank = "empty" in str(overload) or "zeros" in str(overload)  # makes memory to fill
+        self.is_blank = str(overload).startswith(_BLANK)
         self.takes_number = False  # and a tensor, and makes new memory of them
         if (schema := getattr(overload, "_schema", None)) is None:  # a higher-order operator
             return
