@@ -154,10 +154,10 @@ class JittedProgram:
         code.draws = code.draws or traced.draws()
         if any(mask):
             second, self.reads, self.n_sizes = cut(traced, len(self.tracked))
-            self._backward = compiled(second, code.backend, dynamic)
+            self._backward = compiled(second, code.backend)
         numbers = {id(t): i for i, t in enumerate(state)}
         self._sources = [numbers.get(id(t), t) for t in traced.constants]
-        self._forward = compiled(traced, code.backend, dynamic)
+        self._forward = compiled(traced, code.backend)
         self.holds_for: Callable[[Tensors], bool] = lambda tensors: True
         if code.dynamic:
             self.holds_for = graphs.holds_for(traced.examples()[: len(tensors)])
