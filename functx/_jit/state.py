@@ -66,7 +66,7 @@ def reached(root: Any) -> list[Any]:
 
 def _inside(x: Any) -> Sequence[Any] | None:
     """What is looked at of an object; ``None`` where it is known by identity."""
-    kind = type(x)
+    kind: Any = type(x)
     if isinstance(x, Tensor):
         return ()
     if kind is types.FunctionType:
@@ -179,8 +179,9 @@ def restored(roots: Sequence[Any]) -> Iterator[None]:
 
 def _undo(x: Any) -> Iterator[Callable[[], Any]]:
     """What puts back all that is in ``x`` now."""
+    kind: Any = type(x)
     places: list[tuple[Any, str]] = []
-    if isinstance(x, types.FunctionType):
+    if kind is types.FunctionType:
         around = x.__globals__
         known = {name: around[name] for name in _names(x.__code__) if name in around}
         yield functools.partial(around.update, known)
@@ -193,7 +194,7 @@ def _undo(x: Any) -> Iterator[Callable[[], Any]]:
     elif _inside(x) is not None and hasattr(x, "__dict__"):
         empty = [v for v in vars(x).values() if isinstance(v, dict) and not v]
         yield from (functools.partial(_fill, d, dict(d)) for d in (vars(x), *empty))
-        places = _plain_of(type(x))
+        places = _plain_of(kind)
     for place, name in places:
         with suppress(ValueError, AttributeError):  # a cell that is not bound yet
             yield functools.partial(_set, place, name, getattr(place, name))
