@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +21,7 @@ from torch import nn
 
 from functx import _submodules
 from functx._remat import Options, RematModule, checked_options, run
+from functx._torch import compiler
 from functx._validate import integer
 
 M = TypeVar("M", bound=nn.Module)
@@ -57,10 +57,11 @@ class RegionForward:
             name = type(module).__name__
             args, kwargs = _without_cache(name, args, kwargs)
             if module.training and getattr(module, "gradient_checkpointing", False):
-                _warn_once(
-                    f"{name!r} is checkpointed by transformers too, so it runs once more than need "
-                    "be. Call model.gradient_checkpointing_disable(), or keep it and use "
-                    "functx.patch_checkpoint() in place of apply_remat."
+                compiler.tell(
+                    name,
+                    "it is checkpointed by transformers too, so it runs once more than need be. "
+                    "Call model.gradient_checkpointing_disable(), or keep it and use "
+                    "functx.patch_checkpoint() in place of apply_remat",
                 )
         return run(forward, args, kwargs, self.options)
 
@@ -219,25 +220,21 @@ def _without_cache(layer: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...],
     """Arguments with ``use_cache=False``, and without an empty cache, as in transformers itself.
 
     A cache that holds something (a trained prefix, the states of a prompt) is left: the layer reads
-    it, and the region refuses it. A warning names the class of the ``layer``.
+    it, and the region refuses it. A warning names the class of the ``layer``, if it is given one:
+    encoders are told ``use_cache`` of the config, too.
     """
-    uses_cache = kwargs.get("use_cache") is True
-    if uses_cache or any(map(_is_empty, (*args, *kwargs.values()))):
-        _warn_once(
-            f"{layer} is a region and a derivative is taken, so no cache of keys and values is "
-            "used. Pass use_cache=False to silence this."
+    if any(map(_is_empty, (*args, *kwargs.values()))):
+        compiler.tell(
+            layer,
+            "it is a region and a derivative is taken, so no cache of keys and values is used. "
+            "Pass use_cache=False to silence this",
         )
     args = tuple(None if _is_empty(a) else a for a in args)
     kwargs = {name: None if _is_empty(a) else a for name, a in kwargs.items()}
-    return args, kwargs | ({"use_cache": False} if uses_cache else {})
+    return args, kwargs | ({"use_cache": False} if kwargs.get("use_cache") is True else {})
 
 
 def _is_empty(cache: Any) -> bool:
     """Whether this is a cache that holds nothing."""
     length = getattr(cache, "get_seq_length", None)
     return length is not None and not length()
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(f"functx: {message}", stacklevel=3)

@@ -33,24 +33,25 @@ INDUCTOR = {
 }
 
 
-def compiled(traced: Traced, backend: Any, dynamic: bool) -> Callable[[list[Any]], list[Any]]:
+def compiled(traced: Traced, backend: Any) -> Callable[[list[Any]], list[Any]]:
     """What runs a graph: from a list of tensors and sizes, which it empties, to its results."""
     module, examples = traced.module(), traced.examples()
     _note_stages(module.graph)
-    with noticed("functx.jit: compiling", module.graph), torch.no_grad():
+    notice = noticed("functx.jit: compiling", module.graph)
+    with notice, _torch.without_dispatch_modes(), torch.no_grad():
         if backend == "inductor":
             boxed = compiler.inductor(module, examples, INDUCTOR)
-        elif isinstance(backend, str):
-            boxed = _boxed(torch.compile(module, backend=backend, fullgraph=True, dynamic=dynamic))
         else:
-            boxed = _boxed(backend(module, examples))
+            known = compiler.load().lookup_backend(backend) if isinstance(backend, str) else backend
+            boxed = _boxed(known(module, examples))
 
     def call(args: list[Any]) -> list[Any]:
         modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
         if backend == "inductor" and any(isinstance(mode, LiveStorages) for mode in modes):
             raise TypeError(
-                "functx.memory has not found the functx.jit code that runs in it: pass the jitted "
-                "function as an argument of what is measured."
+                "functx.jit: what inductor compiles can't be followed. For functx.memory pass the "
+                "jitted function as an argument of what is measured; for functx.saved_residuals "
+                'use backend="aot_eager", which saves the same.'
             )
         args[:] = [t.detach() if isinstance(t, Tensor) else t for t in args]
         with torch.no_grad():

@@ -9,8 +9,7 @@ the function runs in eager: put around these, `functx.jit` makes one graph of th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,15 +148,20 @@ class JittedProgram:
             self.found = [g is not None for g in found]
             return [t.detach() for t in (*results, *found) if t is not None]
 
-        with _no_gradient_set(state):
-            traced = trace(joint if any(mask) else forward, tensors, dynamic)
+        traced = trace(joint if any(mask) else forward, tensors, dynamic)
+        numbers = {id(t): i for i, t in enumerate(state)}
+        gradients = {id(t.grad) for t in state if t.is_leaf} - {*numbers}
+        if any(id(t) in gradients for t in traced.constants):
+            raise TracingError(
+                "functx.jit: the function reads .grad of a tensor, as an optimizer's step() does: "
+                "another one at each call. Call step() outside, or give gradients as arguments."
+            )
         code.draws = code.draws or traced.draws()
         if any(mask):
             second, self.reads, self.n_sizes = cut(traced, len(self.tracked))
-            self._backward = compiled(second, code.backend, dynamic)
-        numbers = {id(t): i for i, t in enumerate(state)}
+            self._backward = compiled(second, code.backend)
         self._sources = [numbers.get(id(t), t) for t in traced.constants]
-        self._forward = compiled(traced, code.backend, dynamic)
+        self._forward = compiled(traced, code.backend)
         self.holds_for: Callable[[Tensors], bool] = lambda tensors: True
         if code.dynamic:
             self.holds_for = graphs.holds_for(traced.examples()[: len(tensors)])
@@ -177,24 +181,6 @@ class JittedProgram:
         """
         gradients = iter(self._backward(args))
         return [next(gradients) if found else None for found in self.found]
-
-
-@contextmanager
-def _no_gradient_set(tensors: Tensors) -> Iterator[None]:
-    """Refuse what sets ``.grad`` of these, and take it back: it would be that of a trace."""
-    before = [(t, t.grad) for t in tensors if t.is_leaf]
-    try:
-        yield
-    finally:
-        changed = [(t, gradient) for t, gradient in before if t.grad is not gradient]
-        for t, gradient in changed:
-            t.grad = gradient
-    if changed:
-        raise TracingError(
-            "functx.jit: the function sets .grad of a tensor that it reads, by .backward() say, "
-            "which a graph can't. Take gradients by functx.grad or torch.autograd.grad, or call "
-            ".backward() outside."
-        )
 
 
 def call(code: Code, tensors: Tensors, state: Tensors) -> list[Tensor]:

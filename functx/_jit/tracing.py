@@ -9,6 +9,7 @@ but made again.
 
 from __future__ import annotations
 
+import gc
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,12 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
     Raises:
         TracingError: the function reads values of tensors in Python.
     """
-    cotangents = list[fx.Node]()
+    cotangents, values = list[fx.Node](), dict[Tensor, Any]()
+
+    def traced(*given: Tensor) -> list[Tensor]:
+        nonlocal values
+        values = _torch.proxy_mode().tracer.tensor_tracker  # which holds them weakly
+        return [*f(cotangent_of, *given)]
 
     def cotangent_of(t: Tensor) -> Tensor:
         cotangent = t.new_empty(t.shape)
@@ -70,7 +76,7 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
     with unseen(), _torch.without_dispatch_modes(), compiler.compiling():
         try:
             given = [t.detach() for t in args]
-            module = graphs.make(lambda *ts: [*f(cotangent_of, *ts)], *given, dynamic=dynamic)
+            module = graphs.make(traced, *given, dynamic=dynamic)
         except Exception as error:
             if not graphs.reads_values(error):
                 raise
@@ -82,6 +88,15 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
     for node in cotangents:
         node.args = ([],)
     constants = _lift(module)
+    if values:
+        gc.collect()
+    kept = [str(value.proxy.node.target) for value in values.values()]
+    if kept or any(isinstance(t, _torch.FakeTensor) for t in constants):
+        raise TracingError(
+            "functx.jit: a tensor that the function makes is kept where functx does not look, in a "
+            f"functools.cache say, without values ({', '.join(kept) or 'of an earlier trace'}). "
+            "Clear that, and call the function once before, in eager."
+        )
     _clean(module.graph)
     module.graph.eliminate_dead_code(lambda node: node in cotangents or graphs.acts(node))
     return Traced(module, module.graph, constants, cotangents)
@@ -106,9 +121,11 @@ def _lift(module: fx.GraphModule) -> list[Tensor]:
 
 def _clean(graph: fx.Graph) -> None:
     """Put in place of some operations what compilers know, and compute alike."""
-    for node in graph.nodes:
+    for node in reversed(graph.nodes):
         if node.target in _SAME:
             node.replace_all_uses_with(node.args[0])
+        elif getattr(node.target, "namespace", "") == "profiler":  # does nothing to a value
+            graph.erase_node(node)
         elif node.target is aten._efficientzerotensor.default:
             node.target = aten.zeros.default
         elif node.target is aten._new_zeros_with_same_feature_meta.default:

@@ -88,13 +88,13 @@ def told(f: F, like: Any = None) -> F:
     return telling  # type: ignore[return-value]
 
 
-def load() -> None:
+def load() -> Any:
     """Load the compiler, as torch does in the first call that it is to hide from the compiler.
 
     That leaves frames behind in reference cycles, with all that they refer to; not of anybody whose
     memory is being measured, if it happens here.
     """
-    importlib.import_module("torch._dynamo")
+    return importlib.import_module("torch._dynamo")
 
 
 def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any]) -> Any:

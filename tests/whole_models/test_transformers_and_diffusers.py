@@ -6,8 +6,10 @@ import pytest
 import torch
 from references import assert_same, peak
 from transformers import DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import functx
+from functx._torch import compiler
 
 from . import hf
 
@@ -86,30 +88,60 @@ def test_training_with_dropout_is_that_of_the_model(name, way, attention):
 
 
 @pytest.mark.parametrize("name", ["llama", "bart"])
-def test_no_cache_of_keys_is_used_where_a_derivative_is_taken(name):
+def test_no_cache_of_keys_is_used_where_a_derivative_is_taken(name, monkeypatch):
     def run(model):
-        inputs = {k: v[0] for k, v in hf.batch(name).items()}
-        loss = model(**inputs, use_cache=True).loss
+        ids = hf.batch(name)["input_ids"][0]
+        inputs = {"decoder_input_ids": ids} if name == "bart" else {}  # of labels it makes no cache
+        loss = model(ids, **inputs, use_cache=True).logits.square().mean()
         return torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
 
-    functx._apply._warn_once.cache_clear()
+    monkeypatch.setattr(compiler, "_told", set())  # of other tests
     model = functx.apply_remat(hf.build(name), "gradient_checkpointing")
-    with pytest.warns(UserWarning, match=r"no cache of keys.*use_cache=False"):
+    with pytest.warns(RuntimeWarning, match=r"no cache of keys.*use_cache=False"):
         ours = run(model)
     assert_same(ours, run(hf.build(name)), eps=64)
 
 
+def test_an_encoder_which_has_no_cache_is_told_of_none(monkeypatch):
+    monkeypatch.setattr(compiler, "_told", set())  # of other tests
+    model, inputs = hf.build("bart"), {k: v[0] for k, v in hf.batch("bart").items()}
+    functx.apply_remat(model, "gradient_checkpointing")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model(**inputs, use_cache=False)  # though its layers are given that of the config
+    assert not [w for w in said if "functx" in str(w.message)]
+
+
+def test_the_warning_of_a_cache_is_all_that_the_compiler_says(monkeypatch):
+    class Layer(GradientCheckpointingLayer):
+        def forward(self, x, cache=None):
+            return x.sin()
+
+    monkeypatch.setattr(compiler, "_told", set())  # of other tests
+    torch._dynamo.reset()
+    model = functx.apply_remat(torch.nn.Sequential(Layer()), Layer)
+    x = torch.ones(3, requires_grad=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        out = torch.compile(lambda x: model[0](x, DynamicCache()), backend="eager")(x)
+    assert_same(out, x.sin())
+    assert [w.category for w in said if "functx" in str(w.message)] == [RuntimeWarning]
+    assert not [w for w in said if "lru_cache" in str(w.message)]
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("where", ["gradient_checkpointing", "model.layers.*"])
 @pytest.mark.parametrize("before", [True, False])
-def test_what_transformers_checkpoints_as_well_is_told_so(before, where):
-    functx._apply._warn_once.cache_clear()
+def test_what_transformers_checkpoints_as_well_is_told_so(before, where, monkeypatch):
+    monkeypatch.setattr(compiler, "_told", set())  # of other tests
     model, inputs = hf.build("llama"), {k: v[0] for k, v in hf.batch("llama").items()}
     if before:
         model.gradient_checkpointing_enable()
     functx.apply_remat(model, where)
     if not before:
         model.gradient_checkpointing_enable()
-    with pytest.warns(UserWarning, match=r"once more than need be.*gradient_checkpointing_disable"):
+    told = r"once more than need be.*gradient_checkpointing_disable"
+    with pytest.warns(RuntimeWarning, match=told):
         loss = model.train()(**inputs).loss
     ours = torch.autograd.grad(loss, list(model.parameters()))
     plain = hf.build("llama")
