@@ -85,20 +85,7 @@ def _inside(x: Any) -> Sequence[Any] | None:
         return () if kind.__module__.startswith("functx.") else (*x, *x.values())
     if isinstance(x, (type, types.ModuleType)) or not hasattr(x, "__dict__"):
         return None
-    own = (v for v in vars(x).values() if not isinstance(v, dict) or v)  # no hooks
-    return *vars(x), *own, *[vars(c).get(name) for c, name in _plain_of(kind)]
-
-
-@functools.cache
-def _plain_of(kind: type) -> list[tuple[type, str]]:
-    """The plain values and tensors of a class, where they are; those of torch's classes stay."""
-    classes = [c for c in kind.__mro__ if not c.__module__.startswith("torch.")]
-    own = [(c, name) for c in classes for name in vars(c) if name[:2] != "__"]
-    return [(c, name) for c, name in own if _is_plain(vars(c)[name])]
-
-
-def _is_plain(x: Any) -> bool:
-    return type(x) in _PLAIN or isinstance(x, Tensor)
+    return *vars(x), *(v for v in vars(x).values() if not isinstance(v, dict) or v)  # no hooks
 
 
 def variables(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -106,33 +93,19 @@ def variables(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
     And, as ``settings.scale``, plain values and tensors of the modules and classes among these.
     """
-    named = _named(f)
+    around, named = f.__globals__, list[tuple[str, Any]]()
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
+        with suppress(ValueError):  # not bound yet
+            named.append((name, cell.cell_contents))
+    named += [(name, around[name]) for name in _names(f.__code__) if name in around]
     yield from named
     yield from (("", value) for value in f.__defaults__ or ())
     yield from (f.__kwdefaults__ or {}).items()
-    yield from ((f"{s.__name__}.{n}", vars(s)[n]) for s, n in _attributes(f, named))
-
-
-def _named(f: types.FunctionType) -> list[tuple[str, Any]]:
-    around, found = f.__globals__, []
-    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
-        with suppress(ValueError):  # not bound yet
-            found.append((name, cell.cell_contents))
-    return found + [(name, around[name]) for name in _names(f.__code__) if name in around]
-
-
-def _attributes(f: types.FunctionType, named: list[tuple[str, Any]]) -> Iterator[tuple[Any, str]]:
-    """The plain values and tensors in modules and classes that are named, as far as code says."""
-    own = () if is_internal(f.__code__.co_filename) else named
-    spaces = [value for _, value in own if isinstance(value, _SPACES)]
-    for space in spaces:  # which grows
-        names = () if space.__name__.startswith("torch") else _names(f.__code__)
-        for name in [name for name in names if name in vars(space)]:
-            value = vars(space)[name]
-            if _is_plain(value):
-                yield space, name
-            elif isinstance(value, _SPACES) and value not in spaces:
-                spaces.append(value)
+    for _, space in named:
+        if isinstance(space, _SPACES) and not space.__name__.startswith("torch"):
+            for name in _names(f.__code__):
+                if isinstance(value := vars(space).get(name, f), Tensor) or type(value) in _PLAIN:
+                    yield f"{space.__name__}.{name}", value
 
 
 @functools.cache
@@ -143,95 +116,65 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 @contextmanager
 def restored(roots: Sequence[Any]) -> Iterator[None]:
-    """Put back what a function does to what it reads, if its trace fails.
+    """Put back what a function does to what it reads, where its trace leaves a tensor, or fails.
 
     Raises:
-        TracingError: it has left a tensor of the trace there, or set ``.grad``.
+        TracingError: it has set ``.grad``.
     """
     if not _torch.tracing():  # in eager
         yield
         return
-    before = State(roots)
-    gradients = [(t, t.grad) for t in before.tensors if t.is_leaf]
-    undo = [step for x in before.held for step in _undo(x)]
+    state = State(roots)
+    gradients = [(t, t.grad) for t in state.tensors if t.is_leaf]
+    copies = [(read, put, read()) for x in state.held for read, put in _contents(x)]
+    known, failed = {*map(id, state.held)}, True
     try:
         yield
-        if any(t.grad is not gradient for t, gradient in gradients):
-            raise TracingError(
-                "functx.jit: the function sets .grad of a tensor that it reads, by .backward() "
-                "say, which a graph can't. Take gradients by functx.grad or torch.autograd.grad, "
-                "or call .backward() outside."
-            )
-        after = State(roots)
-        for t in filter(_is_fake, after.tensors):
-            raise TracingError(
-                f"functx.jit: the function leaves a tensor that it makes in {_holder(after, t)}, "
-                "where it would be without values. If that is a cache, call the function once "
-                "before, in eager, or fill it in __init__; else return the tensor."
-            )
-    except BaseException:
-        for t, gradient in gradients:
+        failed = False
+    finally:
+        for read, put, before in copies:
+            now = read()
+            new = now.values() if isinstance(now, dict) else now
+            if failed or any(map(_is_fake, State(x for x in new if id(x) not in known).tensors)):
+                put(before)
+        changed = [(t, gradient) for t, gradient in gradients if t.grad is not gradient]
+        for t, gradient in changed:
             t.grad = gradient
-        for step in undo:
-            step()
-        raise
+    if changed:
+        raise TracingError(
+            "functx.jit: the function sets .grad of a tensor that it reads, by .backward() say, "
+            "which a graph can't. Take gradients by functx.grad or torch.autograd.grad, or call "
+            ".backward() outside."
+        )
 
 
-def _undo(x: Any) -> Iterator[Callable[[], Any]]:
-    """What puts back all that is in ``x`` now."""
-    kind: Any = type(x)
-    places: list[tuple[Any, str]] = []
-    if kind is types.FunctionType:
-        around = x.__globals__
-        known = {name: around[name] for name in _names(x.__code__) if name in around}
-        yield functools.partial(around.update, known)
-        places = [(cell, "cell_contents") for cell in x.__closure__ or ()]
-        places += _attributes(x, _named(x))
-    elif isinstance(x, (list, set)):
-        yield functools.partial(_fill, x, [*x])
-    elif isinstance(x, dict) and not isinstance(x, Cache):
-        yield functools.partial(_fill, x, dict(x))
-    elif _inside(x) is not None and hasattr(x, "__dict__"):
-        empty = [v for v in vars(x).values() if isinstance(v, dict) and not v]
-        yield from (functools.partial(_fill, d, dict(d)) for d in (vars(x), *empty))
-        places = _plain_of(kind)
-    for place, name in places:
-        with suppress(ValueError, AttributeError):  # a cell that is not bound yet
-            yield functools.partial(_set, place, name, getattr(place, name))
+def _contents(x: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How to copy what an object holds, and to put it back."""
+    if type(x) is types.FunctionType:
+        for cell in x.__closure__ or ():
+            with suppress(ValueError):  # not bound yet
+                cell.cell_contents  # noqa: B018
+                yield lambda c=cell: [c.cell_contents], lambda v, c=cell: _bind(c, *v)
+        around, names = x.__globals__, _names(x.__code__)
+        yield lambda: {name: around[name] for name in names if name in around}, around.update
+    elif isinstance(x, list):
+        yield x.copy, functools.partial(x.__setitem__, slice(None))
+    elif not isinstance(x, (*_SPACES, Cache, types.MethodType)) and _inside(x) is not None:
+        own = x if isinstance(x, dict) else getattr(x, "__dict__", {})
+        for d in (own, *(v for v in own.values() if isinstance(v, dict) and not v)):
+            yield functools.partial(dict, d), functools.partial(_refill, d)
 
 
-def _set(x: Any, name: str, value: Any) -> None:
-    if getattr(x, name, x) is not value:
-        setattr(x, name, value)
+def _bind(cell: types.CellType, value: Any) -> None:
+    cell.cell_contents = value
 
 
-def _fill(x: Any, before: Any) -> None:
-    if isinstance(x, dict):
-        for key in x.keys() - before.keys():
-            del x[key]
-        for key, value in before.items():
-            if x.get(key, x) is not value:
-                x[key] = value
-    elif [*map(id, x)] != [*map(id, before)]:
-        x.clear()
-        (x.extend if isinstance(x, list) else x.update)(before)
+def _refill(d: dict[Any, Any], before: dict[Any, Any]) -> None:
+    d.clear()
+    d.update(before)
 
 
 def _is_fake(t: Tensor) -> bool:
     while _torch.is_wrapped(t):
         t = _torch.inner_of(t)
     return isinstance(t, _torch.FakeTensor)
-
-
-def _holder(state: State, tensor: Tensor) -> str:
-    """The name of the least that a tensor lies in."""
-    found = []
-    for x in state.held:
-        is_function = isinstance(x, types.FunctionType)
-        named = variables(x) if is_function else getattr(x, "__dict__", {}).items()
-        for name, value in named if _inside(x) is not None else ():
-            inside = State([value]).held
-            if any(t is tensor for t in inside):
-                owner = getattr(x, "__qualname__", type(x).__name__)
-                found.append((len(inside), f"{name!r} of {owner}"))
-    return min(found, default=(0, "an argument"))[1]

@@ -37,46 +37,40 @@ class Cached(nn.Module):
 class Counted(nn.Module):
     """Its forward writes to all kinds of places before it fails, or leaves a tensor."""
 
-    calls = 0
-
     def __init__(self, fails):
         super().__init__()
-        self.fails, self.seen, self.tables, self.kinds = fails, [], {}, {"none"}
+        self.fails, self.seen, self.tables = fails, [], {}
 
     def forward(self, x):
-        type(self).calls += 1
         self.training, self.new = False, 1
-        self.seen.append(len(self.seen))
-        self.kinds.add("one")
-        if not self.fails:
-            self.tables["x"] = x.sin()
+        self.seen.append(x.sin())
+        self.tables["x"] = {"sine": x.sin()}
         return x * float(x.sum()) if self.fails else x
 
 
 def kept_of(model):
-    found = dict(vars(model), seen=[*model.seen], tables={**model.tables}, kinds={*model.kinds})
-    return found, type(model).calls
+    return dict(vars(model), seen=[*model.seen], tables={**model.tables})
 
 
-def test_a_tensor_cached_in_the_first_call_is_an_error_and_nothing_is_left():
+def test_a_table_cached_in_the_first_call_is_part_of_the_graph_and_not_of_the_model():
     model = Cached()
     jitted = jit(model)
-    for _ in range(2):
-        with pytest.raises(functx.TracingError, match=r"'table' of Cached.* once before, in eager"):
-            jitted(X)
+    for x in (X, X, numbers(2, 3)):
+        assert_same(jitted(x), x * torch.cos(torch.arange(3.0, dtype=torch.float64)))
         assert model.table is None
-        assert "table" not in vars(model)
     expected = model(X)
     assert_same(jitted(X), expected)
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_what_a_function_reads_is_as_before_where_its_trace_fails(fails):
+def test_what_a_function_reads_is_as_before_where_its_trace_fails_or_leaves_a_tensor(fails):
     model = Counted(fails)
     before = kept_of(model)
-    error = "reads the value" if fails else "'tables' of Counted"
-    with pytest.raises(functx.TracingError, match=error):
-        jit(model)(X)
+    if fails:
+        with pytest.raises(functx.TracingError, match="reads the value"):
+            jit(model)(X)
+    else:
+        assert_same(jit(model)(X), X)
     assert kept_of(model) == before
 
 
@@ -86,12 +80,14 @@ def test_a_variable_is_as_before_too():
     def fills(x):
         nonlocal of_cell
         of_cell = x.sin()
-        of_list.append(1)
-        return x
+        of_list.append(x.cos())
+        return x.sum()
 
-    for f in (fills, functx.vmap(functx.grad(fills)), lambda x: functx.jvp(fills, (x,), (x,))[1]):
-        with pytest.raises(functx.TracingError, match=r"'of_cell' of .*fills"):
-            jit(f)(X)
+    for f in (fills, functx.grad(fills), lambda x: functx.jvp(fills, (x,), (x,))[1]):
+        assert_same(jit(f)(X), f(X))
+        of_cell = None
+        of_list.clear()
+        jit(f)(X)
         assert (of_cell, of_list) == (None, [])
 
 
@@ -129,11 +125,10 @@ def test_a_tensor_in_a_cache_that_is_not_looked_into_is_an_error_until_it_is_cle
     assert_same(jitted(X), expected)
 
 
-def test_a_hook_that_keeps_a_result_is_an_error():
+def test_a_hook_that_keeps_a_result_has_none():
     model, found = nn.Linear(3, 3).double(), {}
     model.register_forward_hook(lambda module, args, out: found.update(out=out))
-    with pytest.raises(functx.TracingError, match=r"'found' of .*<lambda>"):
-        jit(model)(X)
+    jit(model)(X)
     assert found == {}
 
 
@@ -146,14 +141,10 @@ def test_the_step_of_an_optimizer_is_an_error_that_says_to_call_it_outside(kind)
     p.grad = torch.ones_like(p)
     optimizer = kind([p], lr=0.1)
     step = jit(lambda: optimizer.step())
-    if kind is torch.optim.RMSprop:
-        with pytest.raises(functx.TracingError, match="'state' of RMSprop"):
-            step()
-        assert not optimizer.state
-        optimizer.step()
     before = p.detach().clone()
     with pytest.raises(functx.TracingError, match=r"reads \.grad.*step\(\) outside"):
         step()
+    assert not optimizer.state
     assert_same(p.detach(), before)
     optimizer.step()
     assert (p < before).all()
@@ -182,22 +173,12 @@ class Named:
     scale = 2.0
 
 
-class Inherits(Named, nn.Module):
-    def forward(self, x):
-        return x * self.scale
-
-
 def reads():
-    settings, named = types.ModuleType("settings"), type("Own", (Named,), {"scale": 2.0})
-    settings.scale, settings.inner = 2.0, types.ModuleType("inner")
-    settings.inner.scale, settings.inner.outer = 2.0, settings
-    model, one, array, names = type("Model", (Inherits,), {})(), named(), np.ones(2), {1, 2}
+    settings, array, names = types.ModuleType("settings"), np.ones(2), {1, 2}
+    settings.scale = 2.0
     set_in = lambda x, value: lambda: setattr(x, "scale", value)
     yield "a module", lambda x: x * settings.scale, set_in(settings, 3.0)
-    yield "a module in it", lambda x: x * settings.inner.scale, set_in(settings.inner, 3.0)
-    yield "a class", lambda x: x * named.scale, set_in(named, 3.0)
-    yield "its instance", lambda x: x * one.scale, set_in(named, 4.0)
-    yield "a model's class", model, set_in(type(model).__mro__[2], 3.0)
+    yield "a class", lambda x: x * Named.scale, set_in(Named, 3.0)
     yield "an array", lambda x: x * float(array[0]), lambda: array.__setitem__(0, 3.0)
     yield "a set", lambda x: x * (2 if 7 in names else 3), lambda: names.add(7)
 
