@@ -75,9 +75,8 @@ def case_of(
             " taken in the first"
         )
     try:
-        numbers = [
-            range(len(args))[n] for n in ([argnums] if isinstance(argnums, int) else argnums)
-        ]
+        several = (argnums,) if isinstance(argnums, int) else argnums
+        numbers = [range(len(args))[n] for n in several]
     except IndexError:
         raise ValueError(f"crosscheck {name}: argnums={argnums} of {len(args)} arguments") from None
 

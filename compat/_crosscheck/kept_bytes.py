@@ -217,11 +217,8 @@ def kept_by_jax(
     entered = [x for _, arrays in regions for x in arrays if _is_reshaped(x, given)]
     ours = {(buffer_pointer(x), x.nbytes, ()) for x in (*given, *entered)}
     outside = {(buffer_pointer(x), x.nbytes, ()) for x in closed_over}
-    integers = {
-        (buffer_pointer(x), 0, x.nbytes, ())
-        for x in leaves
-        if not jnp.issubdtype(x.dtype, jnp.inexact)
-    }
+    whole = [x for x in leaves if not jnp.issubdtype(x.dtype, jnp.inexact)]
+    integers = {(buffer_pointer(x), 0, x.nbytes, ()) for x in whole}
     kept = _kept(live, ours, outside, integers)
     return replace(kept, storages=kept.activations)
 

@@ -21,7 +21,8 @@ class Environment:
     """What a trace of ``f`` depends on besides its arguments; ``key`` holds while this lives."""
 
     def __init__(self, f: Callable[..., Any]) -> None:
-        self._state = state = State([f])
+        state = State([f])
+        self._held = state.known, state.tensors
         for module in state.held:
             if isinstance(module, torch.nn.Module) and has_backward_hooks(module):
                 raise LoweringError(
@@ -29,12 +30,8 @@ class Environment:
                     " derivatives would leave out silently: remove them (handle.remove()), or put"
                     " what they do to gradients into an autograd.Function"
                 )
-        self.key: Hashable = (
-            *(torch.get_default_dtype(), torch.is_autocast_enabled("cpu")),
-            *(torch.get_autocast_dtype("cpu"), *map(id, state.tensors), *state.key),
-        )
-
-    @property
-    def device(self) -> str:
-        """The device of what is closed over; inputs are traced as if they were there."""
-        return str(self._state.tensors[0].device) if self._state.tensors else "cpu"
+        casts = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        settings = *casts, torch.get_default_dtype()
+        self.key: Hashable = (*settings, *map(id, state.tensors), *state.key)
+        # That of what is closed over: inputs are traced as if they were there.
+        self.device = str(state.tensors[0].device) if state.tensors else "cpu"

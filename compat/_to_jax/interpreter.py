@@ -263,8 +263,6 @@ def _conform(out: Any, value: Any, node: Node) -> Any:
 
 def _convert(x: Any, dtype: Any) -> Any:
     x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(
-        dtype, jnp.complexfloating
-    ):
+    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
         x = x.real
     return lax.convert_element_type(x, dtype)

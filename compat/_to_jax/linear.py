@@ -157,10 +157,11 @@ def _depend(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
     return [not isinstance(v, Literal) and known.get(v, False) for v in jaxpr.outvars]
 
 
-ad.primitive_jvps[linear_p], ad.primitive_jvps[ruled_p] = _jvp, _jvp_of_ruled
-ad.primitive_transposes[linear_p] = _transpose
-ad.primitive_transposes[ruled_p] = _transpose_of_ruled
-batching.primitive_batchers[linear_p] = _batch
-batching.primitive_batchers[ruled_p] = _batch_of_ruled
-mlir.register_lowering(linear_p, mlir.lower_fun(_evaluate, multiple_results=True))
-mlir.register_lowering(ruled_p, mlir.lower_fun(_run, multiple_results=True))
+for primitive, run, jvp, transposed, batch in (
+    (linear_p, _evaluate, _jvp, _transpose, _batch),
+    (ruled_p, _run, _jvp_of_ruled, _transpose_of_ruled, _batch_of_ruled),
+):
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transposed
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))

@@ -85,7 +85,9 @@ def _inside(x: Any) -> Sequence[Any] | None:
         return () if kind.__module__.startswith("functx.") else (*x, *x.values())
     if isinstance(x, (type, types.ModuleType)) or not hasattr(x, "__dict__"):
         return None
-    return *vars(x), *(v for v in vars(x).values() if not isinstance(v, dict) or v)  # no hooks
+    # No hooks; nor weak references of a recurrent layer to its parameters, new ones at each call.
+    named = [(n, v) for n, v in vars(x).items() if n != "_flat_weight_refs"]
+    return *vars(x), *(v for _, v in named if not isinstance(v, dict) or v)
 
 
 def variables(f: types.FunctionType) -> Iterator[tuple[str, Any]]:

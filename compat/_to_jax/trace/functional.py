@@ -65,8 +65,7 @@ def lift_constants(
                 " seen made it. Compute it by operations of torch, or by from_jax(g)"
             )
         if id(tensor) not in lifted:
-            where = graph.inserting_after(last) if last else graph.inserting_before(None)
-            with where:
+            with graph.inserting_after(last) if last else graph.inserting_before(None):
                 last = graph.placeholder(f"capture_{len(lifted)}")
             last.meta["val"] = tensor.detach() if fake else mode.from_tensor(tensor.detach())
             lifted[id(tensor)] = (tensor, last)

@@ -324,7 +324,7 @@ class Observer(TorchDispatchMode):
         return target if out is attached else out
 
     def _run(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        without_node = func in _READS_VALUE or _is_constant(func)
+        without_node = func in _READS_VALUE or _is_constant(func, args)
         if without_node and (out := self._known.compute(func, args, kwargs)) is not None:
             return out
         try:
@@ -340,9 +340,9 @@ class Observer(TorchDispatchMode):
             raise _data_dependent(func) from err
 
 
-def _is_constant(op: OpOverload) -> bool:
+def _is_constant(op: OpOverload, args: Any) -> bool:
     """Whether an operation without a rule makes a constant: a window, the frequencies of an FFT."""
-    plain = not draws(op) and not any("Tensor" in str(a.type) for a in op._schema.arguments)
+    plain = not draws(op, args) and not any("Tensor" in str(a.type) for a in op._schema.arguments)
     return plain and lookup(op) is None and op not in decompositions()
 
 

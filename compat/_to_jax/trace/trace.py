@@ -19,7 +19,8 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.traceback import preserve_node_meta
 
-from functx._errors import LoweringError
+from functx._errors import LoweringError, TracingError
+from functx._jit import restored
 from functx._remat import keep_regions, on_name
 from functx._torch import graphs
 from functx.compat._to_jax.rules.table import decompositions
@@ -124,10 +125,10 @@ def _run(
     used = [False] * len(inputs)
 
     def observed(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        hook = Interceptor(random_draws, mode)
+        calls, hook = UserCalls(kept, known), Interceptor(random_draws, mode)
         kept.begin(tensors)
-        named = on_name(graphs.note_name)
-        with UserCalls(kept, known), observer, applying(hook), named, only_torch_draws(name):
+        named, drawn = on_name(graphs.note_name), only_torch_draws(name)
+        with restored((f,)), calls, observer, applying(hook), named, drawn:
             out = list(f(*tensors))
         for i, t in enumerate(tensors):
             used[i] = id(t) in observer.seen or any(o is t for o in out)
@@ -143,6 +144,8 @@ def _run(
             ) from err
         raise
     except RuntimeError as err:
+        if isinstance(err, TracingError):
+            raise LoweringError(str(err).removeprefix("functx.jit: ")) from err
         said = _NO_DATA if graphs.reads_values(err) else str(err)
         for words, why in _REASONS.items():
             if words in said:

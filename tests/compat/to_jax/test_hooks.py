@@ -73,7 +73,7 @@ def test_a_function_that_asks_nothing_is_traced_once():
     runs = []
 
     def f(x):
-        runs.append(x)
+        runs.append(None)
         return functx.remat(torch.sin)(x) + functx.vmap(functx.grad(functx.remat(torch.sin)))(x)
 
     jax.grad(lambda x: to_jax(f)(x).sum())(arrays(X))

@@ -1,5 +1,7 @@
 """Modules, exported programs and library models as ``(params, fn)``: values and gradients."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,6 +68,18 @@ def test_recurrent_layers_drop_out_between_them(kind):
     np.testing.assert_allclose(got.std(0).mean(), expected.std(0).mean(), rtol=0.1)
     one = fn(params, arrays(x), rng=keys[0])
     assert [v.shape for v in jax.tree_util.tree_leaves(one)][1] == (6, 2, 5)
+
+
+def test_a_recurrent_layer_is_traced_once_and_keeps_its_own_weights():
+    """It notes the weights that it is called with, those of a trace too."""
+    net, x = nn.LSTM(4, 5), torch.randn(6, 4)
+    expected, runs = net(x), collections.deque()  # which is not looked into
+    params, _ = to_jax(net)
+    fn = to_jax(lambda params, x: runs.append(1) or functional_call(net, params, (x,)))
+    for _ in range(3):
+        assert_close(_first(fn(params, arrays(x))), _first(expected), rtol=1e-5)
+    assert len(runs) == 1
+    assert all(a is b for a, b in zip(net._flat_weights, net.parameters(), strict=True))
 
 
 def test_buffers_are_arguments_and_results():

@@ -119,7 +119,7 @@ AT_KINKS = {
     "l1_loss": lambda x: F.l1_loss(x, x.detach(), reduction="none"),
     "norm of zeros": lambda x: torch.linalg.vector_norm(x.nan_to_num() * 0, ord=INF),
     "norm of order one": lambda x: torch.linalg.vector_norm(x.nan_to_num(), ord=1),
-    "atan2": lambda x: torch.atan2(*[x.nan_to_num().clamp(-3, 3)] * 2),
+    "atan2": lambda x: torch.atan2(y := x.nan_to_num().clamp(-3, 3), y.square()),
     "angle": lambda x: torch.complex(*[x.nan_to_num().clamp(-3, 3)] * 2).angle(),
     "sqrt of abs": lambda x: x.abs().sqrt(),
     "clamp": lambda x: x.clamp(0, 1),

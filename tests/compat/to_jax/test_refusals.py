@@ -15,6 +15,8 @@ from functx.compat._to_jax.refusals import check
 from functx.compat._to_jax.rules import table as _table
 from functx.compat._to_jax.trace.trace import Spec, trace
 
+from ..helpers import assert_close
+
 SPEC = Spec((3,), torch.float32)
 MASK, INDEX = torch.tensor([True, False]), torch.tensor([1])
 STATE, BUFFER = {"seen": torch.zeros(3)}, torch.zeros(3)
@@ -142,6 +144,52 @@ def test_a_value_that_the_tracer_lost_is_refused():
         trace(lambda x: (untraced(x), [torch.ones(3)])[1], [SPEC])
     # Dead code and inputs that nobody reads are fine.
     check(trace(lambda x, y: (torch.sin(x), [y * 2])[1], [SPEC, SPEC]))
+
+
+class Lazy(torch.nn.Module):
+    table = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.cos(torch.arange(3.0))
+        return x * self.table
+
+
+def test_a_table_that_a_trace_fills_is_not_left_in_the_module():
+    net, x = Lazy(), torch.ones(2, 3)
+    params, fn = to_jax(net)
+    for shape in ((3,), (3,), (2, 3)):
+        expected = torch.ones(shape) * torch.cos(torch.arange(3.0))
+        assert_close(fn(params, jnp.ones(shape)), expected)
+        assert net.table is None
+    assert_close(net(x), x * torch.cos(torch.arange(3.0)))
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_tensor_left_in_a_list_is_taken_out(asks):
+    kept = [torch.ones(1)]
+
+    def f(x):
+        kept.append(x.detach())
+        return x if asks and x.requires_grad else x.sin()
+
+    assert_close(to_jax(f)(jnp.ones(3)), torch.ones(3) if asks else torch.ones(3).sin())
+    assert len(kept) == 1
+
+
+def test_gradients_set_on_what_is_closed_over_are_refused_and_put_back():
+    net = torch.nn.Linear(3, 3)
+    before = net.weight.grad = torch.ones(3, 3)
+
+    def f(x):
+        loss = net(x).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(LoweringError, match=r"sets \.grad of a tensor(.|\n)*functx\.grad"):
+        to_jax(f)(jnp.ones(3))
+    assert net.weight.grad is before
+    assert net.bias.grad is None
 
 
 def test_a_rule_of_the_wrong_shape_is_refused(monkeypatch):
