@@ -40,7 +40,7 @@ def jit(f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None
     its arguments (closures, modules, globals) is read at each call. The graph recomputes what
     regions recompute, and where they do: its peak is that of eager. Random numbers advance torch's
     generators as in eager, and writes to buffers and arguments happen once a call. What ``f`` does
-    to Python's objects happens once, in the trace; a tensor left in one is an error.
+    to Python's objects happens once, in the trace; where a tensor would be left, it is put back.
 
     Gradients flow through it (``.backward()``, `functx.grad`, any order), and are compiled in turn.
     Inside of vmap and jvp it runs in eager, and warns. The stack inside of ``jit`` is one graph, so
@@ -60,8 +60,8 @@ def jit(f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None
 
     Raises:
         TypeError: ``f`` is not callable, or an argument that is no tensor can't be hashed.
-        functx.TracingError: when called, where Python reads the value of a tensor, or keeps one.
-            Objects are as before then.
+        functx.TracingError: when called, where Python reads the value of a tensor. Objects that the
+            function reads are as before then.
 
     Example:
         >>> import torch, functx

@@ -156,7 +156,8 @@ def _contents(x: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]
         for cell in x.__closure__ or ():
             with suppress(ValueError):  # not bound yet
                 cell.cell_contents  # noqa: B018
-                yield lambda c=cell: [c.cell_contents], lambda v, c=cell: _bind(c, *v)
+                put = functools.partial(setattr, cell, "cell_contents")
+                yield lambda c=cell: [c.cell_contents], lambda v, put=put: put(*v)
         around, names = x.__globals__, _names(x.__code__)
         yield lambda: {name: around[name] for name in names if name in around}, around.update
     elif isinstance(x, list):
@@ -165,10 +166,6 @@ def _contents(x: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]
         own = x if isinstance(x, dict) else getattr(x, "__dict__", {})
         for d in (own, *(v for v in own.values() if isinstance(v, dict) and not v)):
             yield functools.partial(dict, d), functools.partial(_refill, d)
-
-
-def _bind(cell: types.CellType, value: Any) -> None:
-    cell.cell_contents = value
 
 
 def _refill(d: dict[Any, Any], before: dict[Any, Any]) -> None:
