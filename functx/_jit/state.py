@@ -85,8 +85,8 @@ def _inside(x: Any) -> Sequence[Any] | None:
         return () if kind.__module__.startswith("functx.") else (*x, *x.values())
     if isinstance(x, (type, types.ModuleType)) or not hasattr(x, "__dict__"):
         return None
-    # No hooks; nor weak references of a recurrent layer to its parameters, new ones at each call.
-    named = [(n, v) for n, v in vars(x).items() if n != "_flat_weight_refs"]
+    # No hooks; nor the parameters that a recurrent layer notes, anew at each call.
+    named = [(n, v) for n, v in vars(x).items() if not n.startswith("_flat_weight")]
     return *vars(x), *(v for _, v in named if not isinstance(v, dict) or v)
 
 
@@ -166,6 +166,8 @@ def _contents(x: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]
         own = x if isinstance(x, dict) else getattr(x, "__dict__", {})
         for d in (own, *(v for v in own.values() if isinstance(v, dict) and not v)):
             yield functools.partial(dict, d), functools.partial(_refill, d)
+        for part in (v for v in own.values() if type(v) is list):
+            yield part.copy, functools.partial(part.__setitem__, slice(None))
 
 
 def _refill(d: dict[Any, Any], before: dict[Any, Any]) -> None:

@@ -197,6 +197,20 @@ def test_another_value_traces_again(f, change, monkeypatch):
     assert len(traced) == 2
 
 
+def test_a_recurrent_layer_is_traced_once_with_the_weights_it_is_given():
+    """It notes them, and weak references to them, anew at each call."""
+    net, traced = nn.LSTM(3, 2).double(), []
+    jitted = functx.jit(
+        lambda weights, x: functx.functional_call(net, weights, (x,))[0],
+        backend=lambda module, _: traced.append(1) or module,
+    )
+    for _ in range(3):
+        weights = {name: p.detach() + 1 for name, p in net.named_parameters()}
+        expected = functx.functional_call(net, weights, (X[None],))[0]
+        assert_same(jitted(weights, X[None]), expected)
+        assert len(traced) == 2  # a forward and a backward: its own parameters require grad
+
+
 def test_a_tensor_of_a_module_is_an_input():
     settings, traced = types.ModuleType("settings"), []
     jitted = functx.jit(
