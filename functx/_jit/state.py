@@ -156,8 +156,7 @@ def _contents(x: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]
         for cell in x.__closure__ or ():
             with suppress(ValueError):  # not bound yet
                 cell.cell_contents  # noqa: B018
-                put = functools.partial(setattr, cell, "cell_contents")
-                yield lambda c=cell: [c.cell_contents], lambda v, put=put: put(*v)
+                yield functools.partial(_read, cell), functools.partial(_bind, cell)
         around, names = x.__globals__, _names(x.__code__)
         yield lambda: {name: around[name] for name in names if name in around}, around.update
     elif isinstance(x, list):
@@ -168,6 +167,14 @@ def _contents(x: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]
             yield functools.partial(dict, d), functools.partial(_refill, d)
         for part in (v for v in own.values() if type(v) is list):
             yield part.copy, functools.partial(part.__setitem__, slice(None))
+
+
+def _read(cell: types.CellType) -> list[Any]:
+    return [cell.cell_contents]
+
+
+def _bind(cell: types.CellType, contents: list[Any]) -> None:
+    (cell.cell_contents,) = contents
 
 
 def _refill(d: dict[Any, Any], before: dict[Any, Any]) -> None:
