@@ -226,7 +226,7 @@ class TestCompositions:
         f = per_sample.clipped_sum(loss, max_norm=0.5, chunk_size=3)
         graph = make_fx(f)(W, X)
         assert_same(graph(W * 2, X), f(W * 2, X), eps=8)
-        with pytest.raises(RuntimeError, match="traced; give chunk_size"):
+        with pytest.raises(RuntimeError, match="in a trace; give chunk_size"):
             make_fx(per_sample.norms(loss, budget=10**9))(W, X)
 
 
