@@ -129,7 +129,7 @@ def kept_in_jax(lowered, args):
     held = {id(v) for v in program.outvars}
     arguments, operands = {id(v) for v in program.invars}, []
     for e in program.eqns:
-        before, after = e.invars[:1], e.outvars[0]
+        before, after = e.invars[:1], next(iter(e.outvars), None)
         if e.primitive.name in ("reshape", "squeeze", "broadcast_in_dim"):
             if id(before[0]) in arguments and before[0].aval.size == after.aval.size:
                 arguments.add(id(after))  # an argument in another shape
@@ -146,8 +146,9 @@ class Drawn(TorchDispatchMode):
         self.key, self.number, self.drawn = random.key(seed), 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not draws(func) or "dot_product" in str(func):  # the latter drops nothing on a CPU
-            self.number += draws(func)
+        drawn = draws(func, args)
+        if not drawn or "dot_product" in str(func):  # the latter drops nothing on a CPU
+            self.number += drawn
             return func(*args, **(kwargs or {}))
         if func not in DRAWS:
             raise NoCase(f"{func} draws what no key can be compared by")

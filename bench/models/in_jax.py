@@ -55,6 +55,7 @@ KNOWN = {
 }
 KNOWN_TOO = {
     ("dac", "training"): "it draws how many codebooks it keeps, by `torch.randint`",
+    ("bigbird_pegasus", "training"): "its first call replaces its attention, as of big_bird",
     ("big_bird", "training"): "its first call replaces its attention, torch's; then it is the same",
     ("levit", "examples"): KNOWN["levit"],
     ("mask2former", "training"): "it skips layers by a draw (`modeling_mask2former.py:1100`)",
