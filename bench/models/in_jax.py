@@ -171,7 +171,7 @@ def _columns(records):
         lines.append(f"| {title} | {len(found)} | {' | '.join(str(n[k]) for k in kinds)} |")
         for name, c in found:
             if c["outcome"] in kinds[1:] and c["detail"] != "it draws nothing":
-                why = KNOWN_TOO.get((name, column), c["detail"])
+                why = KNOWN_TOO.get((name, column), c["detail"]).replace("](", "] (")  # no link
                 listed.append(f"- `{name}`, {title}: {c['outcome']}: {why}")
     regions = [(r["type"], r["remat"]) for r in records if r.get("remat", {}).get("kept")]
     calls = sum(c["regions"] for _, c in regions)
