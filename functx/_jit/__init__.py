@@ -8,6 +8,6 @@ from functx._jit.backends import noticed as noticed
 from functx._jit.jitted import is_compiled as is_compiled
 from functx._jit.jitted import jit as jit
 from functx._jit.state import State as State
+from functx._jit.state import leaving_nothing as leaving_nothing
 from functx._jit.state import reached as reached
-from functx._jit.state import restored as restored
 from functx._jit.state import variables as variables

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from functx import _torch, _tree
 from functx._jit.rules import Code, call
-from functx._jit.state import Cache, State, restored
+from functx._jit.state import Cache, State, leaving_nothing
 from functx._remat import Settings
 from functx._torch import compiler, graphs
 
@@ -40,7 +40,7 @@ def jit(f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None
     its arguments (closures, modules, globals) is read at each call. The graph recomputes what
     regions recompute, and where they do: its peak is that of eager. Random numbers advance torch's
     generators as in eager, and writes to buffers and arguments happen once a call. What ``f`` does
-    to Python's objects happens once, in the trace; where a tensor would be left, it is put back.
+    to Python's objects happens once, in the trace, which has no values to leave there.
 
     Gradients flow through it (``.backward()``, `functx.grad`, any order), and are compiled in turn.
     Inside of vmap and jvp it runs in eager, and warns. The stack inside of ``jit`` is one graph, so
@@ -60,8 +60,8 @@ def jit(f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None
 
     Raises:
         TypeError: ``f`` is not callable, or an argument that is no tensor can't be hashed.
-        functx.TracingError: when called, where Python reads the value of a tensor. Objects that the
-            function reads are as before then.
+        functx.TracingError: when called, where Python reads the value of a tensor, or keeps one that
+            the function makes.
 
     Example:
         >>> import torch, functx
@@ -110,7 +110,7 @@ class Jitted:
 
             def flat(tensors: Sequence[Tensor], _: Any) -> tuple[list[Tensor], Any]:
                 args, kwargs = _tree.joined(tensors, how)
-                with restored((self.function, *statics)):
+                with leaving_nothing((self.function, *statics)):
                     results, rest = _tree.parted(self.function(*args, **kwargs))
                 if rest is not None:  # (with sizes among it, which this graph is for then)
                     rest = rest[0], [o and (graphs.number(o[0]),) for o in rest[1]]

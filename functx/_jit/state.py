@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -117,28 +117,19 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 
 @contextmanager
-def restored(roots: Sequence[Any]) -> Iterator[None]:
-    """Put back what a function does to what it reads, where its trace leaves a tensor, or fails.
+def leaving_nothing(roots: Iterable[Any]) -> Iterator[None]:
+    """Around a function that is traced: refuse that what it reads holds tensors of the trace.
 
     Raises:
-        TracingError: it has set ``.grad``.
+        TracingError: it does, or ``.grad`` has been set, which is put back.
     """
     if not _torch.tracing():  # in eager
         yield
         return
-    state = State(roots)
-    gradients = [(t, t.grad) for t in state.tensors if t.is_leaf]
-    copies = [(read, put, read()) for x in state.held for read, put in _contents(x)]
-    known, failed = {*map(id, state.held)}, True
+    gradients = [(t, t.grad) for t in State(roots).tensors if t.is_leaf]
     try:
         yield
-        failed = False
     finally:
-        for read, put, before in copies:
-            now = read()
-            new = now.values() if isinstance(now, dict) else now
-            if failed or any(map(_is_fake, State(x for x in new if id(x) not in known).tensors)):
-                put(before)
         changed = [(t, gradient) for t, gradient in gradients if t.grad is not gradient]
         for t, gradient in changed:
             t.grad = gradient
@@ -148,41 +139,19 @@ def restored(roots: Sequence[Any]) -> Iterator[None]:
             "which a graph can't. Take gradients by functx.grad or torch.autograd.grad, or call "
             ".backward() outside."
         )
+    refuse_traced(State(roots).tensors)
 
 
-def _contents(x: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """How to copy what an object holds, and to put it back."""
-    if type(x) is types.FunctionType:
-        for cell in x.__closure__ or ():
-            with suppress(ValueError):  # not bound yet
-                cell.cell_contents  # noqa: B018
-                yield functools.partial(_read, cell), functools.partial(_bind, cell)
-        around, names = x.__globals__, _names(x.__code__)
-        yield lambda: {name: around[name] for name in names if name in around}, around.update
-    elif isinstance(x, list):
-        yield x.copy, functools.partial(x.__setitem__, slice(None))
-    elif not isinstance(x, (*_SPACES, Cache, types.MethodType)) and _inside(x) is not None:
-        own = x if isinstance(x, dict) else getattr(x, "__dict__", {})
-        for d in (own, *(v for v in own.values() if isinstance(v, dict) and not v)):
-            yield functools.partial(dict, d), functools.partial(_refill, d)
-        for part in (v for v in own.values() if type(v) is list):
-            yield part.copy, functools.partial(part.__setitem__, slice(None))
-
-
-def _read(cell: types.CellType) -> list[Any]:
-    return [cell.cell_contents]
-
-
-def _bind(cell: types.CellType, contents: list[Any]) -> None:
-    (cell.cell_contents,) = contents
-
-
-def _refill(d: dict[Any, Any], before: dict[Any, Any]) -> None:
-    d.clear()
-    d.update(before)
-
-
-def _is_fake(t: Tensor) -> bool:
-    while _torch.is_wrapped(t):
-        t = _torch.inner_of(t)
-    return isinstance(t, _torch.FakeTensor)
+def refuse_traced(tensors: Iterable[Tensor]) -> None:
+    """Raise where one is of a trace, this one or an earlier one."""
+    for t in tensors:
+        while _torch.is_wrapped(t):
+            t = _torch.inner_of(t)
+        if isinstance(t, _torch.FakeTensor):
+            raise TracingError(
+                f"functx.jit: a tensor that the function makes ({t.dtype} of shape {(*t.shape,)}) is kept, in "
+                "an attribute, a list or a cache say, where it has no values. Return it; or, of a "
+                "table that a first call fills: clear that, and call the function once before, in "
+                "eager. Call an optimizer's step() outside. Take torch.nn.utils.parametrizations "
+                "in place of the weight_norm and spectral_norm of torch.nn.utils."
+            )

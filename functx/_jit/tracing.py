@@ -9,7 +9,6 @@ but made again.
 
 from __future__ import annotations
 
-import gc
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor, fx
 
 from functx import _torch
 from functx._errors import TracingError
+from functx._jit.state import refuse_traced
 from functx._lines import line_now
 from functx._remat import operator_of, unseen
 from functx._torch import compiler, graphs
@@ -61,11 +61,9 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
     Raises:
         TracingError: the function reads values of tensors in Python.
     """
-    cotangents, values = list[fx.Node](), dict[Tensor, Any]()
+    cotangents = list[fx.Node]()
 
     def traced(*given: Tensor) -> list[Tensor]:
-        nonlocal values
-        values = _torch.proxy_mode().tracer.tensor_tracker  # which holds them weakly
         return [*f(cotangent_of, *given)]
 
     def cotangent_of(t: Tensor) -> Tensor:
@@ -88,15 +86,7 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
     for node in cotangents:
         node.args = ([],)
     constants = _lift(module)
-    if values:
-        gc.collect()
-    kept = [str(value.proxy.node.target) for value in values.values()]
-    if kept or any(isinstance(t, _torch.FakeTensor) for t in constants):
-        raise TracingError(
-            "functx.jit: a tensor that the function makes is kept where functx does not look, in a "
-            f"functools.cache say, without values ({', '.join(kept) or 'of an earlier trace'}). "
-            "Clear that, and call the function once before, in eager."
-        )
+    refuse_traced(constants)
     _clean(module.graph)
     module.graph.eliminate_dead_code(lambda node: node in cotangents or graphs.acts(node))
     return Traced(module, module.graph, constants, cotangents)

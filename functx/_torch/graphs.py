@@ -41,8 +41,11 @@ def make(f: Callable[..., Any], *args: torch.Tensor, dynamic: bool) -> torch.fx.
     """
 
     def on_fakes(*given: Any) -> Any:
-        with _NothingIsReal():
-            return f(*given)
+        try:
+            with _NothingIsReal():
+                return f(*given)
+        finally:  # a tensor that outlives the trace computes nothing with real ones, silently
+            infra_mode(_torch.FAKE).allow_non_fake_inputs = False
 
     make_fx = _proxy_tensor.make_fx
     mode: Any = "symbolic" if dynamic else "fake"

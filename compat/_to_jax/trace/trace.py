@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from torch.fx.traceback import preserve_node_meta
 
 from functx._errors import LoweringError, TracingError
-from functx._jit import restored
+from functx._jit import leaving_nothing
 from functx._remat import keep_regions, on_name
 from functx._torch import graphs
 from functx.compat._to_jax.rules.table import decompositions
@@ -81,7 +81,7 @@ def trace(
         LoweringError: for data-dependent operations, writes to captures, random numbers that are
             not torch's, and traced values that the tracer lost.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode()
     known = KnownValues()
     try:
         module, used = _run(f, specs, name, mode, known, tape=False)
@@ -117,6 +117,7 @@ def _run(
     tape: bool,
 ) -> tuple[GraphModule, list[bool]]:
     """Pass (1), and which inputs the function used; ``NOTE [asked]`` in ``tape.py``."""
+    mode.allow_non_fake_inputs = True
     random_draws = TracedDraws()
     kept = Tape(tape)
     observer = Observer(random_draws, kept, known)
@@ -128,7 +129,7 @@ def _run(
         calls, hook = UserCalls(kept, known), Interceptor(random_draws, mode)
         kept.begin(tensors)
         named, drawn = on_name(graphs.note_name), only_torch_draws(name)
-        with restored((f,)), calls, observer, applying(hook), named, drawn:
+        with leaving_nothing((f,)), calls, observer, applying(hook), named, drawn:
             out = list(f(*tensors))
         for i, t in enumerate(tensors):
             used[i] = id(t) in observer.seen or any(o is t for o in out)
@@ -152,6 +153,7 @@ def _run(
                 raise LoweringError(why.format(name=name, at=at_line(err))) from err
         raise
     finally:
+        mode.allow_non_fake_inputs = False  # what outlives this computes nothing with real tensors
         random_draws.restore()
 
 
