@@ -60,8 +60,8 @@ def jit(f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None
 
     Raises:
         TypeError: ``f`` is not callable, or an argument that is no tensor can't be hashed.
-        functx.TracingError: when called, where Python reads the value of a tensor, or keeps one that
-            the function makes.
+        functx.TracingError: when called, where Python reads the value of a tensor, or keeps one
+            that the function makes.
 
     Example:
         >>> import torch, functx

@@ -225,6 +225,12 @@ class _Operation(torch.autograd.Function):
         tensors = given[: known.n]
         program = known.program = known.code.program(tensors, known.state, known.mask)
         results = program.run(tensors, known.state)
+        if any(t is None for t in results):
+            raise TracingError(
+                "functx.jit: a kernel that runs without a tape leaves its backward nothing to read "
+                "(oneDNN's LSTM, on a CPU). Call under torch.backends.mkldnn.flags(enabled=False), "
+                "or take the gradient inside: functx.jit(functx.grad(...))."
+            )
         n = len(results) - program.n_sizes
         known.sizes = results[n:]
         return _apart(results[:n])

@@ -19,6 +19,7 @@ from torch import Tensor
 from functx import _torch
 from functx._errors import TracingError
 from functx._lines import is_internal
+from functx._validate import name_of
 
 _SMALL = 4096  # bytes of an array whose values count
 _SPACES = type, types.ModuleType
@@ -139,19 +140,30 @@ def leaving_nothing(roots: Iterable[Any]) -> Iterator[None]:
             "which a graph can't. Take gradients by functx.grad or torch.autograd.grad, or call "
             ".backward() outside."
         )
-    refuse_traced(State(roots).tensors)
+    after = State(roots)
+    refuse_traced(after.tensors, after.held)
 
 
-def refuse_traced(tensors: Iterable[Tensor]) -> None:
-    """Raise where one is of a trace, this one or an earlier one."""
-    for t in tensors:
+def refuse_traced(tensors: Iterable[Tensor], held: Sequence[Any] = ()) -> None:
+    """Raise where one is of a trace, this one or an earlier one; ``held`` is what may hold it."""
+    for tensor in tensors:
+        t = tensor
         while _torch.is_wrapped(t):
             t = _torch.inner_of(t)
         if isinstance(t, _torch.FakeTensor):
             raise TracingError(
-                f"functx.jit: a tensor that the function makes ({t.dtype} of shape {(*t.shape,)}) is kept, in "
-                "an attribute, a list or a cache say, where it has no values. Return it; or, of a "
+                f"functx.jit: a tensor that the function makes, {t.dtype} of shape {(*t.shape,)}, "
+                f"is kept{_owner(tensor, held)}, where it has no values. Return it; or, if it is a "
                 "table that a first call fills: clear that, and call the function once before, in "
                 "eager. Call an optimizer's step() outside. Take torch.nn.utils.parametrizations "
                 "in place of the weight_norm and spectral_norm of torch.nn.utils."
             )
+
+
+def _owner(x: Any, held: Sequence[Any]) -> str:
+    """What holds it, containers aside."""
+    for _ in range(9):  # of cycles, too
+        x = next((h for h in held if any(v is x for v in _inside(h) or ())), x)
+        if not isinstance(x, (Tensor, dict, list, tuple, set)):
+            return f" by {name_of(x)}"
+    return ""

@@ -45,8 +45,7 @@ def _refusal(captures: Captures, found: dict[int, Any]) -> RematError | None:
     for number in sorted(left, reverse=True):  # results first: stand-ins may be on their tape
         t = left[number]
         if number > 0 or t.grad_fn is not None:
-            kind = "leaf" if t.grad_fn is None else "view"
-            return _left(captures, t, f"It is a {kind}, which can't become a further result. ")
+            return _left(captures, t, "A leaf or a view can't become a further result. ")
         if t._use_count() == 1:  # type: ignore[attr-defined]
             t.detach_()  # a stand-in
             found[number] = captures.known[id(t)][0]
@@ -93,5 +92,6 @@ def _left(captures: Captures, t: Tensor, why: str) -> RematError:
     return RematError(
         f"remat: a tensor of shape {tuple(t.shape)} that {which} leaves it otherwise than by "
         f"return, and its gradient would be lost. {why}Return it (in a dataclass of yours: after "
-        "torch.export.register_dataclass), or detach() what you keep."
+        "torch.export.register_dataclass), or detach() what you keep. Of a recurrent layer under "
+        "functional_call make the layer a region, not what calls it."
     )

@@ -75,6 +75,7 @@ set_fwd_grad_enabled = _C._set_fwd_grad_enabled
 # -- wrappers of levels
 level_of, inner_of, is_batched = _F.maybe_get_level, _F.get_unwrapped, _F.is_batchedtensor
 is_wrapped, is_functional = _F.is_functorch_wrapped_tensor, _F.is_functionaltensor
+is_legacy_batched = _F.is_legacy_batchedtensor
 wrap_grad, unwrap_grad = _F._wrap_for_grad, _F._unwrap_for_grad
 wrap_batch, unwrap_batch = _F._add_batch_dim, _F._unwrap_batched
 sync = torch._sync  # applies the pending writes of a functional tensor
@@ -274,9 +275,6 @@ def default_device() -> torch.device | None:
     """The innermost device of a ``with torch.device(...)``, or of ``set_default_device``."""
     modes = map(function_mode_at, reversed(range(function_depth())))
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
-
-
-is_legacy_batched = _F.is_legacy_batchedtensor
 
 
 def leave_legacy_vmap() -> int:

@@ -47,9 +47,8 @@ def make(f: Callable[..., Any], *args: torch.Tensor, dynamic: bool) -> torch.fx.
         finally:  # a tensor that outlives the trace computes nothing with real ones, silently
             infra_mode(_torch.FAKE).allow_non_fake_inputs = False
 
-    make_fx = _proxy_tensor.make_fx
     mode: Any = "symbolic" if dynamic else "fake"
-    return make_fx(on_fakes, tracing_mode=mode, _allow_non_fake_inputs=True)(*args)
+    return _proxy_tensor.make_fx(on_fakes, tracing_mode=mode, _allow_non_fake_inputs=True)(*args)
 
 
 def holds_for(fakes: list[Any]) -> Callable[[Any], bool]:
@@ -82,9 +81,9 @@ class _NothingIsReal(_torch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _fake(self, x: Any) -> Any:
-        mode = infra_mode(_torch.FAKE)
         if not isinstance(x, torch.Tensor) or isinstance(x, _torch.FakeTensor):
             return x
+        mode = infra_mode(_torch.FAKE)
         return same_value(x, lambda: mode.from_tensor(x.detach(), static_shapes=True))
 
 

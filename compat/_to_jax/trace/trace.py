@@ -81,8 +81,7 @@ def trace(
         LoweringError: for data-dependent operations, writes to captures, random numbers that are
             not torch's, and traced values that the tracer lost.
     """
-    mode = FakeTensorMode()
-    known = KnownValues()
+    mode, known = FakeTensorMode(), KnownValues()
     try:
         module, used = _run(f, specs, name, mode, known, tape=False)
     except (Asked, RuntimeError) as err:
@@ -118,8 +117,7 @@ def _run(
 ) -> tuple[GraphModule, list[bool]]:
     """Pass (1), and which inputs the function used; ``NOTE [asked]`` in ``tape.py``."""
     mode.allow_non_fake_inputs = True
-    random_draws = TracedDraws()
-    kept = Tape(tape)
+    random_draws, kept = TracedDraws(), Tape(tape)
     observer = Observer(random_draws, kept, known)
     with mode:
         inputs = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in specs]
