@@ -251,8 +251,8 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
             trees = [point.tree for point in frontier(costs, [*chain.states[:-1], ()])]
             # The model says where to look; of trees measured to fit, the one with the least work.
             near = trees[: bisect.bisect_right(trees, allowed, key=peak) + NEAR]
-            near = sorted(near + _segmentations(len(blocks)), key=lambda t: work_again(t, work))
-            candidates = [*near, *reversed(trees)]
+            near += _segmentations(len(blocks))
+            candidates = sorted(near, key=lambda tree: work_again(tree, work))
             found = next((tree for tree in candidates if peak(tree) <= allowed), None)
             if found is None:
                 raise ValueError(
