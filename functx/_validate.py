@@ -144,8 +144,8 @@ def checked_budget(budget: Any, api: str) -> int | float:
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     if not is_number or not number > 0 or (isinstance(number, float) and number > 1):
         raise (ValueError if is_number else TypeError)(
-            f"{api}: budget must be positive: bytes (an int, or a text such as '2GiB'), or a float "
-            f"up to 1, a share; got {describe(budget)}"
+            f"{api}: budget must be positive: bytes (an int, or a text such as '2GiB', in "
+            f"{', '.join([*_UNITS][1:])}), or a float up to 1, a share; got {describe(budget)}"
         )
     return number
 

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from functx import _save_policies, _torch, _tree
 from functx._aten import flops_of, is_dot
-from functx._jit import noticed
+from functx._jit import base_of, noticed, written_by
 from functx._remat import operator_of
 from functx._save_policies import Decision, Value
 from functx._torch import graphs
@@ -109,7 +109,7 @@ class Joint:
             )
         self.run = dict(zip(self.nodes, itertools.accumulate(int(n in starts) for n in self.nodes)))
         self.reads = {n: n.all_input_nodes for n in self.nodes}
-        self.base = {n: _base(n) for n in self.nodes}
+        self.base = {n: base_of(n) for n in self.nodes}
         self.size = {n: _bytes(n) for n in self.nodes}
         self.stays = {n for n in self.nodes if n.op != "call_function" or n.is_impure()}
         self.memory = dict[fx.Node, fx.Node]()  # for each node the one that made its memory
@@ -122,7 +122,7 @@ class Joint:
         """Nodes that can't run again."""
         writes = defaultdict(list)
         for node in self.nodes:
-            for x in _written(node):
+            for x in written_by(node):
                 writes[self.memory[x]].append(self.place[node])
         fixed, last = set[fx.Node](), dict[fx.Node, int]()
         for node in reversed(self.nodes):
@@ -347,25 +347,6 @@ def _is_final(node: fx.Node) -> bool:
     return all(u.target in _SAME and _is_final(u) for u in others)
 
 
-def _base(node: fx.Node) -> fx.Node | None:
-    """What a node gives a part of, or a view, or has written."""
-    if node.target in (operator.getitem, torch.ops.aten._unsafe_view.default):
-        return node.args[0]  # type: ignore[return-value]
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not any(r.alias_info is not None for r in schema.returns):
-        return None
-    return next(iter(node.all_input_nodes), None)
-
-
-def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments that a node writes to."""
-    if isinstance(node.target, _torch.OpOverload):
-        for i in operator_of(node.target).writes:
-            name = node.target._schema.arguments[i].name
-            x = node.args[i] if i < len(node.args) else node.kwargs.get(name)
-            yield from (a for a in _tree.leaves(x) if isinstance(a, fx.Node))
-
-
 def _is_pure(node: fx.Node) -> bool:
     """Whether a node gives the same again, and does nothing else."""
     if node.target is operator.getitem:
@@ -386,6 +367,6 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _flops(node: fx.Node) -> int:
-    if node.op != "call_function" or _base(node) is not None:
+    if node.op != "call_function" or base_of(node) is not None:
         return 0
     return flops_of(node.target, *_given(node), node.meta.get("val"))

@@ -7,6 +7,7 @@ torch's peak and XLA's temporary bytes are shown side by side, since they count 
 
 from __future__ import annotations
 
+import logging
 import platform
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from functx.compat._crosscheck.products import count
 from functx.compat._crosscheck.report import Crosscheck, Run
 from functx.compat._jax import KEEP_RECOMPUTE
 from functx.compat._to_jax import Lowered, to_jax
+
+_LOG = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -143,20 +146,15 @@ def crosscheck(
     if any(what != "value" for what in names):
         kept = _kept(ours, theirs, lowered, jax_args)
     for what in names:
+        _LOG.info("comparing %s ...", what)
         in_torch, in_jax = TRANSFORMS[what](ours), TRANSFORMS[what](theirs)
         program: Any = jax.jit(in_jax).lower(*jax_args).compile(compiler_options=options)
         got = _tree.leaves(in_torch(*torch_args))
         expected = as_torch_says(what, jax.tree_util.tree_leaves(program(*jax_args)))
         reference = in_float64(lambda *xs, f=in_torch: _tree.leaves(f(*xs)), *torch_args)
-        differences[what] = difference(
-            got,
-            expected,
-            reference,
-            case.result_paths if what in ("value", "jvp") else case.paths,
-            rtol,
-            atol,
-            dtypes=what == "value",
-        )
+        paths = case.result_paths if what in ("value", "jvp") else case.paths
+        exact = what == "value"
+        differences[what] = difference(got, expected, reference, paths, rtol, atol, dtypes=exact)
         run_torch = partial(in_torch, *torch_args)
         runs[what] = Run(
             torch_peak=functx.memory.peak(run_torch) if peak else None,

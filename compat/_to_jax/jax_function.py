@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch.export import ExportedProgram
 
+from functx._errors import LoweringError
+from functx._remat import called
 from functx._submodules import Where, find
 from functx.compat._bridge import (
     array_from_torch,
@@ -291,7 +293,7 @@ def _trace(
         feed = iter(tensors)
         full = [next(feed) if isinstance(x, jax.Array) else x for x in leaves]
         args, kwargs = jax.tree_util.tree_unflatten(tree, full)
-        result = f(*args, **kwargs)
+        result = called(f, args, kwargs, name, LoweringError)
         while teach_jax(result):
             pass
         flat_result, out_tree = jax.tree_util.tree_flatten(result)

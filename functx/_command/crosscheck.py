@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,4 +104,7 @@ def _report(options: argparse.Namespace) -> Any:
         from functx.compat import crosscheck
     except ImportError as error:
         raise CommandError(str(error)) from None
+    if sys.stderr.isatty():
+        logging.basicConfig(format="functx crosscheck: %(message)s")
+        logging.getLogger("functx").setLevel(logging.INFO)
     return crosscheck(f, *args, kwargs=kwargs, **{n: getattr(options, n) for n in names})

@@ -19,6 +19,7 @@ from torch import Tensor
 from functx import _tree, memory
 from functx._command.target import CommandError, add_options, found, status, write
 from functx._plan import plan
+from functx._tensor_names import labels
 from functx._validate import checked_budget, has_derivatives
 
 _EXAMPLES = """\
@@ -126,9 +127,8 @@ def _differentiated(f: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tens
         return x.detach().requires_grad_() if has_derivatives(x) else x
 
     args, kwargs = _tree.map_(leaf, (args, kwargs))
-    given = [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
-    parameters = [*f.parameters()] if isinstance(f, torch.nn.Module) else []
-    return args, kwargs, [p for p in parameters if p.requires_grad] + given
+    reached = {id(t): t for t, _ in labels(f, args, kwargs) if t.requires_grad}
+    return args, kwargs, [*reached.values()]
 
 
 def _gradients(f: Any, leaves: list[Tensor]) -> Callable[..., Any]:

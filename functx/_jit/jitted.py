@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _tree
+from functx._errors import TracingError
 from functx._jit.rules import Code, call
 from functx._jit.state import Cache, State, leaving_nothing
-from functx._remat import Settings
+from functx._remat import Settings, called
 from functx._torch import compiler, graphs
+from functx._validate import name_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,8 +112,10 @@ class Jitted:
 
             def flat(tensors: Sequence[Tensor], _: Any) -> tuple[list[Tensor], Any]:
                 args, kwargs = _tree.joined(tensors, how)
+                name = f"functx.jit: {name_of(self.function)}"
                 with leaving_nothing((self.function, *statics)):
-                    results, rest = _tree.parted(self.function(*args, **kwargs))
+                    out = called(self.function, args, kwargs, name, TracingError)
+                results, rest = _tree.parted(out)
                 if rest is not None:  # (with sizes among it, which this graph is for then)
                     rest = rest[0], [o and (graphs.number(o[0]),) for o in rest[1]]
                 return results, rest

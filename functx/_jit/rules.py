@@ -19,8 +19,9 @@ from torch import Tensor
 from functx import _torch, _transforms
 from functx._errors import TracingError
 from functx._jit.backends import compiled
+from functx._jit.state import refuse_second_trace
 from functx._jit.tracing import cut, trace
-from functx._remat import is_tracked, read_outside
+from functx._remat import is_tracked, read_outside, tape_of
 from functx._torch import compiler, dual_level, graphs, is_legacy_batched, level_of
 from functx._validate import has_derivatives
 
@@ -64,6 +65,7 @@ class Code:
         except Exception as error:
             if isinstance(error, TracingError) or not dynamic:
                 raise
+            refuse_second_trace(error, "functx.jit: the function", "sizes can't be symbols")
             found = JittedProgram(self, tensors, state, mask, False)  # or the function's own error
             self._needs_numbers = True
             why = (str(error) or type(error).__name__).splitlines()[0]
@@ -142,6 +144,12 @@ class JittedProgram:
                 try:
                     found = torch.autograd.grad(roots, of, cotangents, allow_unused=True)
                 except RuntimeError as error:
+                    if "is not implemented" in str(error):
+                        raise TracingError(
+                            "functx.jit: results are differentiated once more, with respect to "
+                            f"what requires grad, and torch can't ({error}). Detach parameters "
+                            "before, or call under torch.no_grad()."
+                        ) from error
                     if "through the graph a second time" not in str(error):
                         raise
                     self.tracked = [False] * len(results)  # the function has pulled it back
@@ -149,6 +157,7 @@ class JittedProgram:
             return [t.detach() for t in (*results, *found) if t is not None]
 
         traced = trace(joint if any(mask) else forward, tensors, dynamic)
+        _check_not_computed(traced.constants, [t for t, m in zip((*tensors, *state), mask) if m])
         numbers = {id(t): i for i, t in enumerate(state)}
         gradients = {id(t.grad) for t in state if t.is_leaf} - {*numbers}
         if any(id(t) in gradients for t in traced.constants):
@@ -157,6 +166,7 @@ class JittedProgram:
                 "another one at each call. Call step() outside, or give gradients as arguments."
             )
         code.draws = code.draws or traced.draws()
+        self.written = traced.written()
         if any(mask):
             second, self.reads, self.n_sizes = cut(traced, len(self.tracked))
             self._backward = compiled(second, code.backend)
@@ -172,7 +182,10 @@ class JittedProgram:
 
     def run(self, tensors: Tensors, state: Tensors) -> list[Any]:
         """Results, and what is saved."""
-        return self._forward(self.given(tensors, state))
+        given = self.given(tensors, state)
+        if self.written:
+            _check_apart(given, self.written)
+        return self._forward(given)
 
     def pull_back(self, args: list[Any]) -> list[Tensor | None]:
         """The gradients of the inputs in the mask; ``None`` for those that have none.
@@ -181,6 +194,35 @@ class JittedProgram:
         """
         gradients = iter(self._backward(args))
         return [next(gradients) if found else None for found in self.found]
+
+
+def _check_apart(given: Tensors, written: Sequence[int]) -> None:
+    """Refuse inputs that share memory, where one is written: a graph knows each by itself."""
+    places = [(t.data_ptr(), _bytes_spanned(t), i in written) for i, t in enumerate(given)]
+    end, was_written = 0, False
+    for start, length, is_written in sorted(places):
+        if start < end and length and (is_written or was_written):
+            raise TracingError(
+                "functx.jit: the function writes to a tensor that it is given, or reads otherwise, "
+                "twice: as itself or a view. Give it once, and take views of it in the function."
+            )
+        end, was_written = max((end, was_written), (start + length, is_written))
+
+
+def _bytes_spanned(t: Tensor) -> int:
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
+    return (last + 1) * t.element_size() if t.numel() else 0
+
+
+def _check_not_computed(read: Tensors, differentiated: Tensors) -> None:
+    """Refuse a tensor that is computed of another one: a trace passes gradients on to that, too."""
+    known = {t.grad_fn or id(t) for t in differentiated}
+    below = (node for t in read for node in [*tape_of([t], 0)][1:] if t.grad_fn in known)
+    if any(node in known or id(getattr(node, "variable", None)) in known for node in below):
+        raise TracingError(
+            "functx.jit: the function reads a tensor, and another one that is computed of it "
+            "outside, and their gradients would be mixed. Give one of them as an argument."
+        )
 
 
 def call(code: Code, tensors: Tensors, state: Tensors) -> list[Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from functx import _torch
 from functx._errors import TracingError
@@ -23,6 +24,7 @@ from functx._validate import name_of
 
 _SMALL = 4096  # bytes of an array whose values count
 _SPACES = type, types.ModuleType
+_INEXACT = float, complex
 _PLAIN = {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
 
 
@@ -44,7 +46,7 @@ class State:
             x = todo.pop()
             kind = type(x)
             if kind in _PLAIN:
-                self.key += kind, x  # (2 == 2.0)
+                self.key += kind, repr(x) if kind in _INEXACT else x  # (2 == 2.0, 0.0 == -0.0)
                 continue
             number = seen.setdefault(id(x), len(seen))
             if number < len(self.held):
@@ -58,6 +60,22 @@ class State:
                 self.known.append(x)
             self.key += kind, id(x) if inside is None else len(inside)
             todo += reversed(inside or ())
+
+    def differs_from(self, other: State) -> bool:
+        """Whether something has changed since the other one."""
+        ids = [[id(t) for t in state.tensors] for state in (self, other)]
+        return self.key != other.key or ids[0] != ids[1]
+
+
+def refuse_second_trace(
+    error: BaseException, name: str, why: str, kind: type[Exception] = TracingError
+) -> None:
+    """Raise where a trace that has failed left objects changed: another one would begin there."""
+    if getattr(error, "functx_changed", False):
+        raise kind(
+            f"{name} is traced once more, as {why}, and the first run has changed what it reads "
+            "(a list, a counter, a flag). Keep that in local variables."
+        ) from error
 
 
 def reached(root: Any) -> list[Any]:
@@ -127,10 +145,16 @@ def leaving_nothing(roots: Iterable[Any]) -> Iterator[None]:
     if not _torch.tracing():  # in eager
         yield
         return
-    gradients = [(t, t.grad) for t in State(roots).tensors if t.is_leaf]
+    before = State(roots)
+    gradients = [(t, t.grad) for t in before.tensors if t.is_leaf]
+    hook = register_optimizer_step_pre_hook(_refuse_step)
     try:
         yield
+    except BaseException as error:  # perhaps it is traced again
+        error.functx_changed = State(roots).differs_from(before)  # type: ignore[attr-defined]
+        raise
     finally:
+        hook.remove()
         changed = [(t, gradient) for t, gradient in gradients if t.grad is not gradient]
         for t, gradient in changed:
             t.grad = gradient
@@ -144,6 +168,15 @@ def leaving_nothing(roots: Iterable[Any]) -> Iterator[None]:
     refuse_traced(after.tensors, after.held)
 
 
+def _refuse_step(optimizer: Any, *_: Any) -> None:
+    """Before an optimizer's step, of any thread."""
+    if _torch.tracing():
+        raise TracingError(
+            f"functx.jit: the function calls {name_of(optimizer)}.step(), which reads .grad, and "
+            "keeps its state, outside of the graph. Call it outside, or compute the update."
+        )
+
+
 def refuse_traced(tensors: Iterable[Tensor], held: Sequence[Any] = ()) -> None:
     """Raise where one is of a trace, this one or an earlier one; ``held`` is what may hold it."""
     for tensor in tensors:
@@ -155,8 +188,8 @@ def refuse_traced(tensors: Iterable[Tensor], held: Sequence[Any] = ()) -> None:
                 f"functx.jit: a tensor that the function makes, {t.dtype} of shape {(*t.shape,)}, "
                 f"is kept{_owner(tensor, held)}, where it has no values. Return it; or, if it is a "
                 "table that a first call fills: clear that, and call the function once before, in "
-                "eager. Call an optimizer's step() outside. Take torch.nn.utils.parametrizations "
-                "in place of the weight_norm and spectral_norm of torch.nn.utils."
+                "eager. Take torch.nn.utils.parametrizations in place of the weight_norm and "
+                "spectral_norm of torch.nn.utils."
             )
 
 

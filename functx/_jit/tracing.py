@@ -10,14 +10,14 @@ but made again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from functx import _torch
+from functx import _torch, _tree
 from functx._errors import TracingError
 from functx._jit.state import refuse_traced
 from functx._lines import line_now
@@ -47,6 +47,16 @@ class Traced:
         calls = [n for n in self.graph.nodes if isinstance(n.target, _torch.OpOverload)]
         known = [(operator_of(n.target), n.args) for n in calls]
         return any(op.draws and not op.draws_nothing(args) for op, args in known)
+
+    def written(self) -> list[int]:
+        """The inputs whose memory is written, by number."""
+        memory, written = dict[fx.Node, fx.Node](), set[fx.Node]()
+        for node in self.graph.nodes:
+            base = base_of(node)
+            memory[node] = node if base is None else memory[base]
+            written |= {memory[x] for x in written_by(node)}
+        inputs = self.graph.find_nodes(op="placeholder")
+        return [i for i, node in enumerate(inputs) if node in written]
 
     def examples(self) -> list[Any]:
         """Fake inputs."""
@@ -116,8 +126,6 @@ def _clean(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
         elif getattr(node.target, "namespace", "") == "profiler":  # does nothing to a value
             graph.erase_node(node)
-        elif node.target is aten._efficientzerotensor.default:
-            node.target = aten.zeros.default
         elif node.target is aten._new_zeros_with_same_feature_meta.default:
             value = node.meta["val"]
             if 0 in value.stride():  # written next, and like an expanded tensor
@@ -174,3 +182,22 @@ def _is_view(node: fx.Node) -> bool:
     if schema is None or schema.is_mutable or len(schema.returns) != 1:
         return False
     return schema.returns[0].alias_info is not None
+
+
+def base_of(node: fx.Node) -> fx.Node | None:
+    """What a node gives a part of, or a view, or has written."""
+    if node.target in (operator.getitem, torch.ops.aten._unsafe_view.default):
+        return node.args[0]  # type: ignore[return-value]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not any(r.alias_info is not None for r in schema.returns):
+        return None
+    return next(iter(node.all_input_nodes), None)
+
+
+def written_by(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments that a node writes to."""
+    if isinstance(node.target, _torch.OpOverload):
+        for i in operator_of(node.target).writes:
+            name = node.target._schema.arguments[i].name
+            x = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+            yield from (a for a in _tree.leaves(x) if isinstance(a, fx.Node))

@@ -34,6 +34,7 @@ node a level (`node`). A node's backward is a region again: replay, then pull ba
 
 from functx._remat.api import checked_options as checked_options
 from functx._remat.api import remat as remat
+from functx._remat.arguments import called as called
 from functx._remat.call import on_budget as on_budget
 from functx._remat.call import run as run
 from functx._remat.captures import tape_of as tape_of

@@ -43,7 +43,7 @@ def remat(f: None = None, **said: Unpack[RematOptions]) -> Callable[[F], F]: ...
 
 def remat(
     f: Any = None,
-    *,
+    *_args: Any,
     policy: Any = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -106,6 +106,8 @@ def remat(
         *Training deep nets with sublinear memory cost*, 2016; the pullback as a replay of the
         function, Maclaurin et al., *autograd*, 2015.
     """
+    if _args:
+        raise TypeError("remat: call its result, remat(f)(x); functx.checkpoint(f, x) does both.")
     options = checked_options(
         policy=policy,
         preserve_rng_state=preserve_rng_state,
@@ -178,7 +180,7 @@ def _rematted(f: Any, options: Options) -> Any:
         return remat_module(f, options)
     if isinstance(f, (staticmethod, classmethod)):
         return type(f)(_rematted(f.__func__, options))
-    if not callable(f):
-        raise TypeError(f"remat: expected a callable, got {type(f).__name__}; options go by name.")
+    if not callable(f) or isinstance(f, type):  # of a class, its instances are no regions
+        raise TypeError(f"remat: expected a function or module, got {_validate.describe(f)}.")
     _validate.warn_if_later(f)
     return Rematted(f, options)

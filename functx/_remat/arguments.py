@@ -21,19 +21,17 @@ def check(args: Any, kwargs: Any, name: str) -> None:
             )
 
 
-def containers(args: Any, kwargs: Any) -> list[tuple[Any, list[Any], Any]]:
-    """The containers among the arguments of a forward, with what is in them and their structure."""
-    return [(a, *_tree.flatten(a)) for a in (*args, *kwargs.values()) if _tree.is_node(a)]
-
-
-def check_unchanged(given: list[tuple[Any, list[Any], Any]], result: Any, name: str) -> None:
-    """Refuse a change of a container that is no part of the result: it would be lost."""
+def called(f: Any, args: Any, kwargs: Any, name: str, kind: Any = RematError) -> Any:
+    """``f(*args, **kwargs)``; an error where a container changes that is no part of the result."""
+    given = [(a, *_tree.flatten(a)) for a in (*args, *kwargs.values()) if _tree.is_node(a)]
+    result = f(*args, **kwargs)
     for container, leaves, spec in given:
         now, spec_now = _tree.flatten(container)
         same = spec_now == spec and all(a is b for a, b in zip(now, leaves))
         is_it = partial(is_, container)
         if not same and not any(map(is_it, _tree.flatten(result, is_it)[0])):
-            raise RematError(
-                f"remat: {name} changes an argument, a {type(container).__name__}, and does not "
+            raise kind(
+                f"{name} changes an argument, a {type(container).__name__}, and does not "
                 "return it; the caller would not see that. Return it, or what it was given."
             )
+    return result

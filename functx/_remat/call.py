@@ -100,10 +100,7 @@ def _prepared(
 
     def call(*ts: Tensor) -> Any:
         args, kwargs = _tree.joined(ts, how)
-        containers = arguments.containers(args, kwargs)
-        out = f(*args, **kwargs)
-        arguments.check_unchanged(containers, out, name)
-        return out
+        return arguments.called(f, args, kwargs, f"remat: {name}")
 
     def call_again(*ts: Tensor) -> Any:
         args, kwargs = _tree.joined(ts, how)

@@ -115,7 +115,6 @@ def function_classes() -> str:
 
 MADE_FOR_ONE_CALL = "torch._functorch.autograd_function"  # the module of these classes
 
-
 # -- autograd: the engine itself (the public `torch.autograd.grad` is shown to function modes), ...
 run_backward = torch.autograd.Variable._execution_engine.run_backward
 next_sequence_number = torch.autograd._get_sequence_nr  # nodes are numbered as they are made

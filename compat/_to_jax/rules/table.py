@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from functx.compat._torch import OpOverload, core_aten_decompositions, decomposition_table, name_of
 
 Fn = Callable[..., Any]
@@ -90,4 +92,6 @@ def lookup(op: OpOverload) -> Rule | None:
 def decompositions() -> dict[Any, Fn]:
     """The decomposition table for tracing: everything but what has a rule."""
     known = {**decomposition_table, **core_aten_decompositions()}
+    aten = torch.ops.aten
+    known[aten._efficientzerotensor.default] = aten.zeros.default  # its kernels compute on "meta"
     return {op: f for op, f in known.items() if isinstance(op, OpOverload) and lookup(op) is None}

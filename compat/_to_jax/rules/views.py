@@ -73,7 +73,7 @@ rules(
         "unbind.int": lambda x, dim=0: tuple(jnp.moveaxis(x, dim, 0)),
         "unsqueeze squeeze squeeze.dim squeeze.dims": _shaped,
         "view reshape _unsafe_view _reshape_alias": _shaped,
-        "zeros zeros_like new_zeros zero _efficientzerotensor": _zeros,
+        "zeros zeros_like new_zeros zero": _zeros,
     }
 )
 

@@ -195,10 +195,5 @@ def drop_writes_to_inputs(module: GraphModule, n_inputs: int) -> None:
 
 def writes_to_placeholders(module: GraphModule) -> list[Node]:
     """The nodes with which a functional graph writes to its inputs."""
-    return [
-        node
-        for node in module.graph.nodes
-        if node.target is aten.copy_.default
-        and isinstance(node.args[0], Node)
-        and node.args[0].op == "placeholder"
-    ]
+    written = module.graph.find_nodes(op="call_function", target=aten.copy_.default)
+    return [node for node in written if getattr(node.args[0], "op", "") == "placeholder"]

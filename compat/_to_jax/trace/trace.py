@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from torch.fx.traceback import preserve_node_meta
 
 from functx._errors import LoweringError, TracingError
-from functx._jit import leaving_nothing
+from functx._jit import leaving_nothing, refuse_second_trace
 from functx._remat import keep_regions, on_name
 from functx._torch import graphs
 from functx.compat._to_jax.rules.table import decompositions
@@ -87,6 +87,7 @@ def trace(
     except (Asked, RuntimeError) as err:
         if not isinstance(err, Asked) and not any(words in str(err) for words in WITHOUT_TAPE):
             raise
+        refuse_second_trace(err, name, "it asks for a tape (functx.grad would not)", LoweringError)
         module, used = _run(f, specs, name, mode, known, tape=True)
     _assert_nothing_lost(module, used)
     isolate(module)

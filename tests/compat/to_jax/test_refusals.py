@@ -174,10 +174,27 @@ def test_a_tensor_left_in_a_list_is_refused(asks):
         kept.append(x.detach())
         return x if asks and x.requires_grad else x.sin()
 
-    with pytest.raises(LoweringError, match="is kept"):
+    with pytest.raises(LoweringError, match="has changed what it reads" if asks else "is kept"):
         to_jax(f)(jnp.ones(3))
     with pytest.raises(AssertionError, match="FakeTensor"):
         torch.ones(3) * kept[1]
+
+
+def test_a_function_that_is_traced_twice_may_not_change_what_it_reads():
+    kept = []
+
+    def energy(x):
+        kept.append(x.tanh())
+        (force,) = torch.autograd.grad(kept[-1].sum(), x, create_graph=True)
+        return kept.pop() + force
+
+    with pytest.raises(LoweringError, match=r"traced once more(.|\n)*functx\.grad"):
+        to_jax(energy)(jnp.ones(3))
+
+
+def test_a_change_of_an_argument_is_refused():
+    with pytest.raises(LoweringError, match="changes an argument, a list"):
+        to_jax(lambda x, seen: (seen.append(x), x.cos())[1])(jnp.ones(3), [])
 
 
 def test_gradients_set_on_what_is_closed_over_are_refused_and_put_back():
