@@ -17,6 +17,10 @@ blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torc
 inputs = lambda: torch.ones(256, 64)
 three = lambda x: x.sin().sin().sin()
 whole = lambda x: x.long()
+wide = torch.nn.Linear(1000, 1000)
+loss = lambda x: wide(x).square().mean()
+embedding = torch.nn.Embedding(10, 4)
+of_words = lambda words: embedding(words).sum()
 """
 
 
@@ -49,6 +53,14 @@ def test_memory_tells_the_peak_of_a_forward_and_a_backward_pass(capsys, tmp_path
     assert (tmp_path / "m.png").stat().st_size > 1000
 
 
+def test_memory_counts_gradients_of_what_a_function_closes_over(capsys):
+    assert main(["memory", "net_to_measure.py:loss", "--args", "float32[2,1000]"]) == 0
+    returned = 4 * (1000 * 1000 + 1000 + 2 * 1000)
+    assert f"returned {returned:,} bytes" in " ".join(capsys.readouterr().out.split())
+    assert main(["memory", "net_to_measure.py:of_words", "--args", "int64[3]"]) == 0
+    assert "returned 160 bytes" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_plan_keeps_to_its_budget_and_can_be_loaded(capsys, tmp_path):
     assert main(["plan", "net_to_measure:blocks", "--budget", "0.8", "--json", "p.json"]) == 0
     assert "written: p.json" in capsys.readouterr().out
@@ -76,7 +88,7 @@ def test_the_doctor_tries_what_is_installed(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["memory", "net_to_measure.py:gone"], "it has blocks, inputs, three"),
+        (["memory", "net_to_measure.py:gone"], "it has blocks, embedding, inputs, loss, of_words, three"),
         (["memory", "net_to_measure.py:whole"], "has no gradient; give --forward"),
         (["memory", "net_to_measure.py:three", "--args", "3"], "nothing can be differentiated"),
         (["memory", "net_to_measure.py:three", "--json", "no/m.json"], "can't write no/m.json"),

@@ -174,9 +174,9 @@ def test_a_list_of_modules_is_an_error_that_names_apply_remat(modules):
         functx.remat(modules)
 
 
-@pytest.mark.parametrize("f", [3, torch.ones(2), [body]])
-def test_what_is_not_callable_is_an_error(f):
-    with pytest.raises(TypeError, match=r"remat.*call"):
+@pytest.mark.parametrize("f", [3, torch.ones(2), [body], nn.Linear])
+def test_what_is_no_function_or_module_is_an_error_as_is_a_class(f):
+    with pytest.raises(TypeError, match=r"remat: expected a function or module, got"):
         functx.remat(f)
 
 
@@ -200,3 +200,8 @@ def test_the_option_of_jax_that_means_nothing_here_is_taken(prevent_cse):
         warnings.simplefilter("error")
         f = functx.remat(body, prevent_cse=prevent_cse)
     assert_same(f(X.clone().requires_grad_()), body(X))
+
+
+def test_a_call_as_of_torch_s_checkpoint_says_how_it_is_called_here():
+    with pytest.raises(TypeError, match=r"remat\(f\)\(x\).*functx\.checkpoint\(f, x\)"):
+        functx.remat(torch.sin, torch.ones(3))
