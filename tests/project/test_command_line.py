@@ -88,7 +88,7 @@ def test_the_doctor_tries_what_is_installed(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["memory", "net_to_measure.py:gone"], "it has blocks, embedding, inputs, loss, of_words, three"),
+        (["memory", "net_to_measure.py:gone"], "it has blocks, embedding, inputs"),
         (["memory", "net_to_measure.py:whole"], "has no gradient; give --forward"),
         (["memory", "net_to_measure.py:three", "--args", "3"], "nothing can be differentiated"),
         (["memory", "net_to_measure.py:three", "--json", "no/m.json"], "can't write no/m.json"),
