@@ -157,7 +157,9 @@ class JittedProgram:
             return [t.detach() for t in (*results, *found) if t is not None]
 
         traced = trace(joint if any(mask) else forward, tensors, dynamic)
-        _check_not_computed(traced.constants, [t for t, m in zip((*tensors, *state), mask) if m])
+        of_state = [t for t, m in zip(state, mask[len(tensors) :]) if m]
+        found = self.found[sum(mask[: len(tensors)]) :]
+        _check_not_computed([t for t, f in zip(of_state, found) if f], of_state)
         numbers = {id(t): i for i, t in enumerate(state)}
         gradients = {id(t.grad) for t in state if t.is_leaf} - {*numbers}
         if any(id(t) in gradients for t in traced.constants):
@@ -207,7 +209,8 @@ def _check_apart(given: Tensors, written: Sequence[int]) -> None:
         if start < end and length and (is_written or was_written):
             raise TracingError(
                 "functx.jit: the function writes to a tensor that it is given, or reads otherwise, "
-                "twice: as itself or a view. Give it once, and take views of it in the function."
+                "twice: as itself, or in views whose memory overlaps or interleaves. Give it once, "
+                "and take views of it in the function."
             )
         end, was_written = max((end, was_written), (start + length, is_written))
 
@@ -220,7 +223,7 @@ def _bytes_spanned(t: Tensor) -> int:
 def _check_not_computed(read: Tensors, differentiated: Tensors) -> None:
     """Refuse a tensor that is computed of another one: a trace passes gradients on to that, too."""
     known = {t.grad_fn or id(t) for t in differentiated}
-    below = (node for t in read for node in [*tape_of([t], 0)][1:] if t.grad_fn in known)
+    below = (node for t in read for node in [*tape_of([t], 0)][1:])
     if any(node in known or id(getattr(node, "variable", None)) in known for node in below):
         raise TracingError(
             "functx.jit: the function reads a tensor, and another one that is computed of it "

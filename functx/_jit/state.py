@@ -160,9 +160,9 @@ def leaving_nothing(roots: Iterable[Any]) -> Iterator[None]:
             t.grad = gradient
     if changed:
         raise TracingError(
-            "functx.jit: the function sets .grad of a tensor that it reads, by .backward() say, "
-            "which a graph can't. Take gradients by functx.grad or torch.autograd.grad, or call "
-            ".backward() outside."
+            "functx.jit: the function sets .grad of a tensor that it reads, by .backward() or "
+            "zero_grad() say, which a graph can't. Take gradients by functx.grad or "
+            "torch.autograd.grad, or call these outside."
         )
     after = State(roots)
     refuse_traced(after.tensors, after.held)

@@ -122,6 +122,19 @@ def test_a_change_of_an_argument_may_be_returned():
     assert_same(jit(step)({"n": X})["n"], X + 1)
 
 
+def test_what_changes_may_be_returned_in_parts():
+    def step(state, x):
+        parameters, momenta = state
+        for name in parameters:
+            momenta[name] = 0.9 * momenta[name] + x
+            parameters[name] = parameters[name] - momenta[name]
+        return parameters, momenta
+
+    state = lambda: ({"a": X}, {"a": 2 * X})
+    assert_same(jit(step)(state(), X), step(state(), X), eps=1)
+    assert_same(functx.remat(step)(state(), X), step(state(), X))
+
+
 def test_a_second_trace_does_not_begin_where_the_first_one_ended():
     depth = 0
 
@@ -148,6 +161,16 @@ def test_gradients_of_a_tensor_and_of_one_computed_of_it_are_not_mixed():
     h = w + 1
     (got,) = torch.autograd.grad(jit(lambda h: (h + 2 * w).sum())(h), w)
     assert_same(got, torch.full_like(w, 3.0))
+
+
+def test_what_is_computed_outside_may_be_read_where_gradients_are_not_mixed():
+    net = nn.Linear(3, 3).double()
+    h = net(X)
+    detached = lambda x: (net(x) * h.detach()).sum()
+    of_weight = lambda r: torch.autograd.grad(r, net.weight, retain_graph=True)[0]
+    assert_same(of_weight(jit(detached)(X)), of_weight(detached(X)), eps=4)
+    given = lambda w: ((w @ X) * h).sum()  # which is another input than what `h` is computed of
+    assert_same(of_weight(jit(given)(net.weight)), of_weight(given(net.weight)), eps=4)
 
 
 def test_a_module_may_hold_a_tensor_computed_of_its_parameters_that_it_does_not_read():
