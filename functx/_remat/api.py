@@ -107,7 +107,7 @@ def remat(
         function, Maclaurin et al., *autograd*, 2015.
     """
     if _args:
-        raise TypeError("remat: call its result, remat(f)(x); functx.checkpoint(f, x) does both.")
+        raise TypeError("remat: call remat(f)(x), or functx.checkpoint(f, x); options go by name.")
     options = checked_options(
         policy=policy,
         preserve_rng_state=preserve_rng_state,
