@@ -28,7 +28,7 @@ def called(f: Any, args: Any, kwargs: Any, name: str, kind: Any = RematError) ->
     for container, leaves, spec in given:
         now, spec_now = _tree.flatten(container)
         new = {id(a) for a, b in zip(now, leaves) if a is not b}
-        if spec_now == spec and new <= ({*map(id, _tree.leaves(result))} if new else new):
+        if spec_now == spec and (not new or new <= {*map(id, _tree.leaves(result))}):
             continue
         is_it = partial(is_, container)
         if not any(map(is_it, _tree.flatten(result, is_it)[0])):
