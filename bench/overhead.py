@@ -100,12 +100,13 @@ PROGRAMS: dict[str, tuple[Any, Tensor, Callable[..., Any]]] = {
 def run(device: torch.device) -> Result:
     runs, unit = {}, {}
     for name, (make, x, transform) in PROGRAMS.items():
-        x = x.to(device)
-        runs[name, "without"] = functools.partial(transform, make(plain), x)
-        runs[name, "functx"] = functools.partial(transform, make(functx.remat), x)
-        unit[name] = (name if transform is base else "one sin: autograd.grad"), "checkpoint"
+        ways = {"without": plain, "functx": functx.remat}
         if transform is base:
-            runs[name, "checkpoint"] = functools.partial(base, make(checkpointed), x)
+            ways["checkpoint"] = checkpointed
+        unit[name] = (name if transform is base else "one sin: autograd.grad"), "checkpoint"
+        with torch.device(device):
+            for way, region in ways.items():
+                runs[name, way] = functools.partial(transform, make(region), x.to(device))
     for call in runs.values():
         call()
     seconds = dict(zip(runs, least_seconds([*runs.values()], REPEATS, time.process_time)))

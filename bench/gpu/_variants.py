@@ -85,6 +85,11 @@ def surroundings(device: str) -> dict[str, str]:
     return found if device == "cuda" else found | {"JAX_PLATFORMS": "cpu"}
 
 
+def without_autotuning() -> None:
+    """XLA, which is not loaded yet, takes its first kernels: to find the fastest takes minutes."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+
+
 def so_far(figures: dict[str, Any]) -> None:
     """Hand figures over before the end: the last ones count if time runs out."""
     print(MARK + json.dumps(figures), flush=True)

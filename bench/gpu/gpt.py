@@ -45,8 +45,8 @@ def in_jax(setting: Setting, checkpoint: bool) -> dict[str, Any]:
 VARIANTS: dict[str, Variant] = {
     FIND: batch,
     **{way: functools.partial(in_torch, way=way) for way in WAYS},
-    "JAX (jit)": functools.partial(in_jax, checkpoint=False),
     "JAX (jit), jax.checkpoint": functools.partial(in_jax, checkpoint=True),
+    "JAX (jit)": functools.partial(in_jax, checkpoint=False),
 }
 
 COLUMNS = [

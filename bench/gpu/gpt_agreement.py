@@ -1,11 +1,13 @@
 """Claim: gradients with regions are those without, as near to float64 as JAX's, from as few bytes.
 
-The GPT of `bench.gpu.gpt` in float32 at full precision, two examples. The same loss is written by
+The GPT of `bench.gpu.gpt` in float32 at full precision, two examples, by kernels that give the same
+bits each time. The same loss is written by
 hand in JAX. Distances are norms of the differences of all gradients, relative to the norm.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -13,7 +15,15 @@ import torch
 from bench._common import Column, Result, environment, installed
 from bench.gpu import _torch_gpt
 from bench.gpu._torch_gpt import WAYS
-from bench.gpu._variants import Arguments, Runner, Setting, Variant, arguments, errors
+from bench.gpu._variants import (
+    Arguments,
+    Runner,
+    Setting,
+    Variant,
+    arguments,
+    errors,
+    without_autotuning,
+)
 from functx import memory
 
 NAME = "gpt_agreement"
@@ -48,12 +58,16 @@ def agreement(setting: Setting) -> dict[str, Any]:
     """All ways in one process: two examples are small."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)  # else plain's bits are not plain's
     try:
         exact, _ = gradients("plain", setting, torch.float64)
         found = {way: gradients(way, setting, torch.float32) for way in IN_TORCH}
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
+        torch.use_deterministic_algorithms(False)
     same = [way for way in IN_TORCH[1:] if _equal(found[way][0], found["plain"][0])]
+    without_autotuning()
     try:
         from bench.gpu import _jax_gpt
     except ImportError:

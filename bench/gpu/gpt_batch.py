@@ -17,7 +17,16 @@ import torch
 from bench._common import Column, Result, environment, installed, ratios, short_of_memory
 from bench.gpu import _torch_gpt
 from bench.gpu._torch_gpt import WAYS
-from bench.gpu._variants import Arguments, Runner, Setting, Variant, arguments, errors, so_far
+from bench.gpu._variants import (
+    Arguments,
+    Runner,
+    Setting,
+    Variant,
+    arguments,
+    errors,
+    so_far,
+    without_autotuning,
+)
 from functx import memory
 
 NAME = "gpt_batch"
@@ -93,6 +102,7 @@ def in_jax(setting: Setting, checkpoint: bool) -> dict[str, Any]:
     if setting.device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(limit / total)
+    without_autotuning()
     from bench.gpu import _jax_gpt
 
     def peak(size: int) -> int:

@@ -251,11 +251,11 @@ class TestMemory:
     def test_nobody_waits_for_the_device(self, way, policy):
         """Copies are queued: neither forward nor backward synchronizes."""
         x = torch.randn(HIGH, WIDE, device="cuda")
-        loss = loss_of(NAMED["offload"] if policy == "offload" else None)
-        WAYS[way](loss, weights("cuda"), x)
+        loss, given = loss_of(NAMED["offload"] if policy == "offload" else None), weights("cuda")
+        WAYS[way](loss, given, x)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            WAYS[way](loss, weights("cuda"), x)
+            WAYS[way](loss, given, x)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
