@@ -106,7 +106,7 @@ def _inside(x: Any) -> Sequence[Any] | None:
         return None
     # No hooks; nor the parameters that a recurrent layer notes, anew at each call.
     named = [(n, v) for n, v in vars(x).items() if not n.startswith("_flat_weight")]
-    return *vars(x), *(v for _, v in named if not isinstance(v, dict) or v)
+    return " ".join(map(str, vars(x))), *(v for _, v in named if not isinstance(v, dict) or v)
 
 
 def variables(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
