@@ -11,6 +11,7 @@ import functools
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from logging import Logger
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from functx._validate import name_of
 
 _SMALL = 4096  # bytes of an array whose values count
 _SPACES = type, types.ModuleType
-_INEXACT = float, complex
 _PLAIN = {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
 
 
@@ -46,7 +46,7 @@ class State:
             x = todo.pop()
             kind = type(x)
             if kind in _PLAIN:
-                self.key += kind, repr(x) if kind in _INEXACT else x  # (2 == 2.0, 0.0 == -0.0)
+                self.key += kind, repr(x) if kind in (float, complex) else x  # 0.0 == -0.0
                 continue
             number = seen.setdefault(id(x), len(seen))
             if number < len(self.held):
@@ -102,7 +102,7 @@ def _inside(x: Any) -> Sequence[Any] | None:
         return id(x), x.tobytes(), x.shape, str(x.dtype)
     if isinstance(x, dict):  # but not what functx knows of a function, in `Cache` say
         return () if kind.__module__.startswith("functx.") else (*x, *x.values())
-    if isinstance(x, (type, types.ModuleType)) or not hasattr(x, "__dict__"):
+    if isinstance(x, (type, types.ModuleType, Logger)) or not hasattr(x, "__dict__"):
         return None
     # No hooks; nor the parameters that a recurrent layer notes, anew at each call.
     named = [(n, v) for n, v in vars(x).items() if not n.startswith("_flat_weight")]

@@ -1,6 +1,7 @@
 """What a function reads is read at each call, and a trace leaves nothing in what it reads."""
 
 import functools
+import logging
 import types
 
 import numpy as np
@@ -309,6 +310,21 @@ def test_another_value_traces_again(f, change, monkeypatch):
     assert not torch.equal(f(X), first)
     assert_same(jitted(X), f(X))
     assert len(traced) == 2
+
+
+def test_a_logger_is_not_looked_into():
+    """It knows all loggers of the process, and notes which levels it has been asked for."""
+    logger, traced = logging.getLogger("of a test"), []
+
+    def f(x):
+        logger.debug("called")
+        return x.sin()
+
+    jitted = functx.jit(f, backend=lambda module, _: traced.append(1) or module)
+    for name in "abc":
+        assert_same(jitted(X), X.sin())
+        logging.getLogger(f"of another test, {name}")
+    assert len(traced) == 1
 
 
 def test_a_recurrent_layer_is_traced_once_with_the_weights_it_is_given():
