@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from functx import _pictures, _storages, _tree
-from functx._jit import is_compiled, reached
+from functx._jit import State, is_compiled
 from functx._storages import Event, Held, LiveStorages
 from functx._validate import check_callable
 
@@ -179,7 +179,7 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
 def _follow(api: str, f: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, int]:
     """Call a function; returns its result, what has followed its memory, and the peak."""
     check_callable(f, f"functx.memory.{api}")
-    if any(map(is_compiled, reached((f, args, kwargs)))):
+    if any(map(is_compiled, State((f, args, kwargs)).held)):
         if api == "count":
             raise TypeError(
                 "functx.memory.count: the function runs compiled code, whose operations can't be "

@@ -9,7 +9,6 @@ from functx._jit.jitted import is_compiled as is_compiled
 from functx._jit.jitted import jit as jit
 from functx._jit.state import State as State
 from functx._jit.state import leaving_nothing as leaving_nothing
-from functx._jit.state import reached as reached
 from functx._jit.state import refuse_second_trace as refuse_second_trace
 from functx._jit.state import variables as variables
 from functx._jit.tracing import base_of as base_of

@@ -18,6 +18,7 @@ from functx._remat import Settings, called
 from functx._torch import compiler, graphs
 from functx._validate import name_of
 
+_WAY_OUT = "Give a tensor in its place, or keep it (a counter, say) out of the function's reach"
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -121,6 +122,11 @@ class Jitted:
                 return results, rest
 
             code = self._codes[key] = Code(flat, self.backend, self.dynamic, state.known)
+            if len(self._codes) == 8:  # perhaps a mistake
+                *_, one, other = ((*key[1], *key[3], *key) for key in self._codes)
+                changed = [f"{a!r:.80}, then {b!r:.80}" for a, b in zip(one, other) if a != b]
+                why = f"the eighth trace, as what is no tensor changes: {changed[0]}. {_WAY_OUT}"
+                compiler.tell(f"functx.jit: {name_of(self.function)}", why)
         results = call(code, tensors, state.tensors)
         return _tree.joined(results, code.last.rest)
 

@@ -78,11 +78,6 @@ def refuse_second_trace(
         ) from error
 
 
-def reached(root: Any) -> list[Any]:
-    """Everything that is looked into, or part of a signature, by identity."""
-    return State([root]).held
-
-
 def _inside(x: Any) -> Sequence[Any] | None:
     """What is looked at of an object; ``None`` where it is known by identity."""
     kind: Any = type(x)

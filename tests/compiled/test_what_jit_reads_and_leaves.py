@@ -312,6 +312,16 @@ def test_another_value_traces_again(f, change, monkeypatch):
     assert len(traced) == 2
 
 
+def test_a_function_that_is_traced_at_every_call_warns_of_what_changes():
+    owner = types.SimpleNamespace(steps=0, scale=2.0)
+    jitted = jit(lambda x: x * owner.scale)
+    for _ in range(7):
+        assert_same(jitted(X), X * 2)
+        owner.steps += 1
+    with pytest.warns(RuntimeWarning, match=r"eighth trace.*: 6, then 7\. Give a tensor"):
+        assert_same(jitted(X), X * 2)
+
+
 def test_a_logger_is_not_looked_into():
     """It knows all loggers of the process, and notes which levels it has been asked for."""
     logger, traced = logging.getLogger("of a test"), []
