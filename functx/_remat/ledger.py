@@ -12,7 +12,7 @@ which tapes live. From the first one that does not match, or is given what other
 the end of its call, everything runs.
 
 What a kernel of an extension reads, no mode sees. So nothing is left out where a custom Function is
-on the tape, nor where memory is needed, made empty or zero, that nothing has filled.
+on the tape, nor before what last reads memory, made empty or zero, that nothing seen has filled.
 """
 
 from __future__ import annotations
@@ -268,10 +268,14 @@ def leave_out(region: Region, record: Record, results: list[Tensor]) -> None:
     if saver is not None:
         left_out = 0
         region.kept = saver.settled(live)
-    if not region.options.early_stop or record.blind or any(live[i] for i in record.blank):
+    blank = {m for i in record.blank if live[i] for m in record.entries[i].writes}
+    if not region.options.early_stop or record.blind or (blank and saver is not None):
         live = None  # (what code reads that no mode sees is not known)
-    elif saver is None and (at := live.find(0)) >= 0:
-        left_out = bisect_right(record.starts, at) - 1
+    elif saver is None:
+        last = max([0, *(i for i, e in enumerate(record.entries) if not blank.isdisjoint(e.reads))])
+        live[:last] = b"\1" * last
+        if (at := live.find(0)) >= 0:
+            left_out = bisect_right(record.starts, at) - 1
     region.ran = Ran(record.entries, record.starts, live, left_out)
 
 

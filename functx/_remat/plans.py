@@ -39,10 +39,6 @@ class ReplayPlan(NamedTuple):
     unseen: bool  # whether leaves may be on the tape that no mode sees
     reached: Any  # the inputs that the results depend on
 
-    def has_input(self, number: int, inputs: Inputs) -> bool:
-        """Whether an input is of the kind that it was."""
-        return number < len(self.inputs) and self.inputs[number] == inputs.kinds[number]
-
 
 known: dict[Any, ReplayPlan | None] = {}  # by key; ``None`` where a run has departed
 
@@ -182,7 +178,7 @@ class Follower(Captures):
 
     def capture(self, t: Tensor) -> int:
         number = super().capture(t)
-        if self.may_depart and not self.plan.has_input(number, self.inputs):
+        if self.may_depart and self.plan.inputs[number : number + 1] != [self.inputs.kinds[number]]:
             self.depart()
         return number
 

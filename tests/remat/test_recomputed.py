@@ -190,6 +190,17 @@ class TestWhatNobodyAsksFor:
         counts = count(lambda: torch.autograd.grad(functx.remat(f)(x)[0].sum(), x))
         assert counts["sin"] == 3
 
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_what_comes_after_a_first_state_of_zeros_is_not_computed_again(self, level):
+        """Code that no mode sees may have filled them, but before they are read."""
+
+        def layer(x):
+            state = torch.zeros(4, 4, dtype=x.dtype)
+            return torch.tanh(x @ W[0] + x @ state) @ W[1]
+
+        products = lambda f: sum(count(LEVELS[level](f), X[None])[n] for n in ("mm", "bmm"))
+        assert products(functx.remat(layer)) == products(layer) + 2
+
     def test_what_is_linear_is_not_computed_again(self):
         f = functx.remat(lambda x: (x @ W[0] * 2 + x) @ W[1])
         for level in ("backward", "vmap(grad)"):

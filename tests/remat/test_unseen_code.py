@@ -67,11 +67,25 @@ def apart(make):
     return lambda h: h.sin().gather(1, largest(h.cos(), make)).exp()
 
 
+def twice(make):
+    """A kernel fills memory, and another one adds to it when it has been read."""
+
+    def f(h):
+        state = make(h)
+        unseen(lambda: state.copy_(h.sin()))
+        once, more = h + state, (h * 3).cos()
+        unseen(lambda: state.add_(more.exp()))
+        return once + (h * state.clone()).cos()
+
+    return f
+
+
 REGIONS = {
     **{f"a Function, {n}": lambda h, m=make: Exp.apply(h, m) for n, make in MAKERS.items()},
     "a Function, memory of its own": lambda h: Exp.apply(h, None),
     "in place": lambda h: ScaledInPlace.apply(h.sin() * 2, h.cos()).exp(),
     **{f"in no Function, {name}": apart(make) for name, make in MAKERS.items()},
+    **{f"twice, {name}": twice(make) for name, make in MAKERS.items()},
 }
 
 
