@@ -3,6 +3,7 @@
 Each function takes a type's name and gives a record: an outcome, a detail, and its own figures.
 """
 
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
@@ -21,6 +22,9 @@ from functx.compat._torch import draws
 
 EXACT = 1e-9  # of the largest number of all gradients
 SEED = 7
+# What JAX names the parts of a gradient after, the first that is found.
+PARTS = {"rematted": "recomputed", "transpose": "backward", "": "forward"}
+PRODUCTS = ("dot_general", "conv_general_dilated")
 aten = torch.ops.aten
 
 
@@ -32,11 +36,13 @@ def arrays(tree):
     return jax.tree.map(lambda t: jax.numpy.asarray(t.numpy()), tree)
 
 
-def gradients_of(loss, params, *rest):
-    leaves = {n: p.clone().requires_grad_() for n, p in params.items()}
-    value = loss(leaves, *rest)
-    found = torch.autograd.grad(value, [*leaves.values()], materialize_grads=True)
-    return value.detach(), dict(zip(params, found))
+def gradients_of(loss, params, *rest, watched=lambda run: run()):
+    """The value, and gradients by name; ``watched`` runs the forward, then the backward."""
+    leaves, value, found = {n: p.clone().requires_grad_() for n, p in params.items()}, [], []
+    watched(lambda: value.append(loss(leaves, *rest)))
+    wanted = [*leaves.values()]
+    watched(lambda: found.extend(torch.autograd.grad(value[0], wanted, materialize_grads=True)))
+    return value[0].detach(), dict(zip(params, found))
 
 
 def compared(expected, gradients, value=None, value_in_jax=0.0):
@@ -55,12 +61,20 @@ def compared(expected, gradients, value=None, value_in_jax=0.0):
     return {"outcome": "same" if off <= EXACT else "differs", "detail": f"{off:.1e}"}
 
 
-def equations(jaxpr, names):
-    """How many equations of these names a program has, and those in its inner programs."""
-    values = [v for e in jaxpr.eqns for v in jax.tree.leaves([*e.params.values()])]
-    inner = [getattr(v, "jaxpr", v) for v in values]
-    found = sum(e.primitive.name in names for e in jaxpr.eqns)
-    return found + sum(equations(j, names) for j in inner if hasattr(j, "eqns"))
+def equations(jaxpr, names, around=""):
+    """How many equations of these names a program and its inner programs have, by their parts.
+
+    Of a gradient, these are the forward, what is computed again for the backward, and that.
+    """
+    found = Counter()
+    for e in jaxpr.eqns:
+        scopes = f"{around}/{e.source_info.name_stack}/{e.primitive.name}"
+        if e.primitive.name in names:
+            found[next(part for scope, part in PARTS.items() if scope in scopes)] += 1
+        inner = [getattr(v, "jaxpr", v) for v in jax.tree.leaves([*e.params.values()])]
+        for j in inner:
+            found += equations(j, names, scopes) if hasattr(j, "eqns") else Counter()
+    return found
 
 
 def remat(name):
@@ -85,15 +99,21 @@ def remat(name):
     if not calls:
         raise NoCase("no layer is called as a module")
     found = {"regions": len(calls)}
-    expected = {}
-    no_program = SimpleNamespace(as_text=str)
-    run = count(lambda: expected.update(gradients_of(loss, params, inputs)[1]), no_program)
+    runs = []
+
+    def watched(run):
+        runs.append(count(run, SimpleNamespace(as_text=str)))  # (there is no program)
+
+    _, expected = gradients_of(loss, params, inputs, watched=watched)
+    forward, backward = runs
+    again = backward.torch_recomputed
+    in_torch = {"recomputed": again, "backward": backward.torch - again, "forward": forward.torch}
     lowered, args = to_jax(loss), arrays((params, inputs))
     gradient = jax.jit(jax.grad(lowered))
-    found["equations"] = equations(jax.make_jaxpr(lowered)(*args).jaxpr, ["remat2"])
-    products = ["dot_general", "conv_general_dilated"]
-    in_jax = equations(jax.make_jaxpr(gradient)(*args).jaxpr, products)
-    found |= {"products": [run.torch, in_jax], "recomputed": run.torch_recomputed}
+    found["equations"] = equations(jax.make_jaxpr(lowered)(*args).jaxpr, ["remat2"]).total()
+    in_jax = equations(jax.make_jaxpr(gradient)(*args).jaxpr, PRODUCTS)
+    found["products"] = [sum(in_torch.values()), in_jax.total()]
+    found["parts"] = {part: [n, in_jax[part]] for part, n in in_torch.items()}
     values = [*params.values()], [*inputs.values()]
 
     def flat(p, i):
@@ -103,20 +123,22 @@ def remat(name):
         kept = kept_by_torch(flat, values, lowered.program(*args).captures).activations
     except RuntimeError:  # torch's transforms refuse an autograd.Function without setup_context
         kept = None
-    found["kept"] = [kept, kept_in_jax(lowered, args)]
+    kept_by_jax, found["entered"] = kept_in_jax(lowered, args)
+    found["kept"] = [kept, kept_by_jax]
     return found | compared(expected, gradient(*args))
 
 
 def kept_in_jax(lowered, args):
-    """Bytes of what entered a region and is among what a pullback holds, parameters aside."""
+    """Bytes of what entered regions, parameters aside: what a pullback holds of it, and all."""
 
     def residuals(params, inputs):
         given, named = [], {}
 
         def observe(operands, name):
             for x in operands:
-                if isinstance(x, jax.core.Tracer) and not any(x is y for y in given):
-                    named.setdefault(id(x), (x, checkpoint_name(x, "operand")))
+                new = isinstance(x, jax.core.Tracer) and id(x) not in named
+                if new and not any(x is y for y in given):
+                    named[id(x)] = x, checkpoint_name(x, "operand")
             return [named.get(id(x), (x, x))[1] for x in operands]
 
         def loss(params):
@@ -134,8 +156,9 @@ def kept_in_jax(lowered, args):
             if id(before[0]) in arguments and before[0].aval.size == after.aval.size:
                 arguments.add(id(after))  # an argument in another shape
         elif e.primitive.name == "name" and id(before[0]) not in arguments:
-            operands += [after.aval] if held & {id(before[0]), id(after)} else []
-    return sum(aval.size * aval.dtype.itemsize for aval in operands)
+            size = after.aval.size * after.aval.dtype.itemsize
+            operands.append((size if held & {id(before[0]), id(after)} else 0, size))
+    return [sum(sizes) for sizes in zip((0, 0), *operands)]
 
 
 class Drawn(TorchDispatchMode):
@@ -172,10 +195,15 @@ def _bernoulli(key, x, p):
     return random.bernoulli(key, p, x.shape).to(x.dtype)
 
 
+def _exponential(key, x, rate=1.0):
+    return -torch.log(_uniform(key, x)) / rate
+
+
 DRAWS = {
     **dict.fromkeys((aten.bernoulli_.float, aten.bernoulli.p), _bernoulli),
     **dict.fromkeys((aten.uniform_.default, aten.rand.default, aten.rand_like.default), _uniform),
     **dict.fromkeys((aten.normal_.default, aten.randn.default, aten.randn_like.default), _normal),
+    aten.exponential_.default: _exponential,
     aten.bernoulli.default: lambda key, p: random.bernoulli(key, p, p.shape).to(p.dtype),
 }
 
@@ -184,8 +212,7 @@ def _settled(model):
     """Training mode without what draws from Python's or NumPy's generators, or keeps statistics."""
     apart.settle(model.train())
     for config in [m.config for m in model.modules() if hasattr(m, "config")]:
-        if getattr(config, "apply_spec_augment", False):
-            config.apply_spec_augment = False
+        config.apply_spec_augment = False  # where it has none, as if it were True
 
 
 def training(name):
@@ -196,6 +223,8 @@ def training(name):
         with Widened():
             return loss(params, inputs)
 
+    with torch.no_grad():
+        widened(params, inputs)  # BigBird takes another attention from its first call on
     with Drawn(SEED) as drawn:
         value, expected = gradients_of(widened, params, inputs)
     if not drawn.drawn:

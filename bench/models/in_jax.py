@@ -7,11 +7,16 @@ eval mode and float64; gradients of all parameters of a sum over its outputs, by
 too, in both, so that rounding hides nothing. ``--with`` adds what is in `columns`.
 """
 
+import linecache
+import re
 import statistics
 import textwrap
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from importlib.metadata import version
+from pathlib import Path
+
+import transformers
 
 from bench.models import apart, diffusion
 from bench.models.apart import line, parts
@@ -55,11 +60,21 @@ KNOWN = {
 }
 KNOWN_TOO = {
     ("dac", "training"): "it draws how many codebooks it keeps, by `torch.randint`",
-    ("bigbird_pegasus", "training"): "its first call replaces its attention, as of big_bird",
-    ("big_bird", "training"): "its first call replaces its attention, torch's; then it is the same",
-    ("levit", "examples"): KNOWN["levit"],
-    ("mask2former", "training"): "it skips layers by a draw (`modeling_mask2former.py:1100`)",
+    ("doge", "examples"): "`topk` has to choose between equal numbers, of tokens that are equal",
 }
+# Why torch or JAX has more matrix products in a part of a gradient.
+FORWARD = "of results that nothing reads, which JAX's program leaves out"
+RESIZED = "resizing and adaptive pooling, which are products with matrices of weights there"
+TO_THE_END = "in regions that read zeros that they made (a first state), all is computed again"
+UNUSED = "results of the last layer that nothing uses, with those that are used"
+MORE_PRODUCTS = {
+    ("forward", "torch"): f"torch, in the forward: {FORWARD}",
+    ("recomputed", "torch"): f"torch, computed again: {TO_THE_END}",
+    ("backward", "torch"): "torch, in the backward: scores, by its fused kernels of attention",
+    ("forward", "JAX"): f"JAX, in the forward: {RESIZED}",
+    ("backward", "JAX"): "JAX, in the backward: derivatives of these",
+}
+UNUSED_RESULTS = {"lilt", "pegasus_x"}
 
 
 def judge(name):
@@ -164,43 +179,87 @@ def _columns(records):
     kinds = ("same", "differs", "raises", "no case", "not run")
     lines = ["", "### More than that", "", "Of types that are the same:", ""]
     lines += [f"| | measured | {' | '.join(kinds)} |", "|---|" + "---:|" * (len(kinds) + 1)]
-    listed = []
+    listed = defaultdict(list)
     for column, title in COLUMNS.items():
         found = [(r["type"], r[column]) for r in records if column in r]
         n = Counter(c["outcome"] for _, c in found)
         lines.append(f"| {title} | {len(found)} | {' | '.join(str(n[k]) for k in kinds)} |")
         for name, c in found:
             if c["outcome"] in kinds[1:] and c["detail"] != "it draws nothing":
-                why = KNOWN_TOO.get((name, column), c["detail"]).replace("](", "] (")  # no link
-                listed.append(f"- `{name}`, {title}: {c['outcome']}: {why}")
+                why = KNOWN_TOO.get((name, column)) or _asked(c["detail"]).replace("](", "] (")
+                listed[f"{title}: {c['outcome']}: {why}"].append(f"`{name}`")
     regions = [(r["type"], r["remat"]) for r in records if r.get("remat", {}).get("kept")]
     calls = sum(c["regions"] for _, c in regions)
     as_many = sum(c["regions"] == c["equations"] for _, c in regions)
-    unequal = [(name, *c["products"]) for name, c in regions if len({*c["products"]}) > 1]
-    kept = [(name, *c["kept"]) for name, c in regions if c["kept"][0] is not None]
-    more = [(name, a, b) for name, a, b in kept if a != b]
-    small = [name for name, a, b in more if 0 < a - b <= UNREAD]
-    equal = f"{len(kept) - len(more)} of {len(kept)}"
     lines += [
         "",
         f"- Regions: {calls} calls of layers in {len(regions)} types; in {as_many} types as many "
         "equations of `jax.checkpoint` (of `uvdoc_backbone` five "
         "of six have no result that is returned).",
-        f"- Bytes of activations kept at regions: equal in {equal}. "
-        f"In {len(small)} torch keeps up to {UNREAD} bytes more, such as positions that enter a "
-        "region and that no derivative reads. The others, torch and JAX, not looked into: "
-        + _listed((name, a, b) for name, a, b in more if name not in small),
-        f"- Matrix products of the gradient: equal in {len(regions) - len(unequal)}. The others, "
-        "torch and JAX, not looked into: " + _listed(unequal),
+        *_kept(regions),
+        *_products(regions),
         "",
         "What is no case or not the same, but for types that draw nothing:",
         "",
     ]
-    return lines + (listed or ["- nothing"])
+    reasons = [f"- {', '.join(names)}, {why}" for why, names in listed.items()]
+    return lines + (reasons or ["- nothing"])
 
 
-def _listed(rows):
-    return ", ".join(f"`{name}` {a:,} and {b:,}" for name, a, b in rows) + "."
+def _asked(detail):
+    """In place of an error of to_jax, the line of a model that asks for a value."""
+    found = re.search(r"_local_scalar_dense.* at (\w+\.py):(\d+)", detail)
+    if not found:
+        return detail
+    file = next(Path(transformers.__file__).parent.glob(f"models/*/{found[1]}"))
+    code = linecache.getline(str(file), int(found[2])).strip("( ,\n")
+    return f"values decide what runs, `{code}`"
+
+
+def _kept(regions):
+    """Bytes kept at regions: in how many types they are equal, and what the others are."""
+    kept = [(name, *c["kept"], c.get("entered")) for name, c in regions if c["kept"][0] is not None]
+    unread, masks, shared, unknown = [], [], [], []
+    for name, in_torch, in_jax, entered in kept:
+        if entered is None:
+            if not 0 <= in_torch - in_jax <= UNREAD:
+                unknown.append((name, in_torch - in_jax))
+        elif in_torch != in_jax:
+            unread.append((name, entered - in_jax))
+            masks.append((name, entered - in_torch))
+            shared.append((name, in_torch - entered))
+    equal = sum(in_torch == in_jax for _, in_torch, in_jax, _ in kept)
+    small = sum(0 < in_torch - in_jax <= UNREAD for _, in_torch, in_jax, _ in kept)
+    return [
+        f"- Bytes of activations kept at regions: equal in {equal} of {len(kept)}. A region of "
+        "torch keeps all that it is given, `jax.checkpoint` what its derivatives read: in "
+        f"{small} types that is up to {UNREAD} bytes more, of positions, say. More than these, by",
+        f"  - torch, of what no derivative reads: {_listed(unread, UNREAD)}",
+        f"  - torch, of what is a constant in JAX, or the same array as another: {_listed(shared)}",
+        "  - JAX, of masks that hide nothing, which transformers makes where it is traced: "
+        + _listed(masks),
+        *([f"  - one of them, not looked into: {_listed(unknown, -1 << 60)}"] if unknown else []),
+    ]
+
+
+def _products(regions):
+    """Matrix products of a gradient: in how many types they are equal, and where there are more."""
+    more, equal = defaultdict(list), 0
+    for name, c in regions:
+        parts = c.get("parts", {"all": c["products"]})
+        equal += all(a == b for a, b in parts.values())
+        for part, (a, b) in parts.items():
+            who = MORE_PRODUCTS.get((part, "torch" if a > b else "JAX"), "not looked into")
+            if name in UNUSED_RESULTS and part == "recomputed":
+                who = f"torch, computed again: {UNUSED}"
+            more[who].append((name, abs(a - b)))
+    more = [(who, _listed(found)) for who, found in more.items() if any(n for _, n in found)]
+    lines = [f"  - {who}: {found}" for who, found in more]
+    return [f"- Matrix products of the gradient: equal in {equal}. More of them has", *lines]
+
+
+def _listed(rows, least=0):
+    return ", ".join(f"`{name}` {n:,}" for name, n in rows if n > least) + "."
 
 
 def write(page, records):
