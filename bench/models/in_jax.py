@@ -61,6 +61,7 @@ KNOWN = {
 KNOWN_TOO = {
     ("dac", "training"): "it draws how many codebooks it keeps, by `torch.randint`",
     ("doge", "examples"): "`topk` has to choose between equal numbers, of tokens that are equal",
+    ("vjepa2", "training"): "`argsort` has to order equal positions, whose dropout differs",
 }
 # Why torch or JAX has more matrix products in a part of a gradient.
 FORWARD = "of results that nothing reads, which JAX's program leaves out"

@@ -1,0 +1,91 @@
+"""What the sweep of models in JAX measures and reports, on functions of a few lines."""
+
+import pytest
+import torch
+
+import functx
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("transformers")
+
+from functx.compat import to_jax  # noqa: E402
+
+in_jax = pytest.importorskip("bench.models.in_jax")
+columns = pytest.importorskip("bench.models.columns")
+PARAMS, INPUTS = {"w": torch.randn(4, 4), "v": torch.randn(4, 4)}, {"x": torch.randn(4, 4)}
+SIZE = 64  # bytes of each
+
+
+def measured(loss, arrays):
+    return columns.kept_in_jax(to_jax(loss), arrays)
+
+
+@pytest.fixture
+def arrays():
+    return columns.arrays((PARAMS, INPUTS))
+
+
+def test_an_array_that_two_regions_take_and_the_function_reads_counts_once(arrays):
+    region = functx.remat(lambda shared, h: torch.sin(shared * h))
+
+    def loss(params, inputs):
+        shared = torch.tanh(inputs["x"] @ params["w"])
+        h = region(shared, region(shared, shared.exp()))
+        return (h * shared.cos()).sum()
+
+    assert measured(loss, arrays) == [3 * SIZE, 3 * SIZE]
+
+
+def test_what_no_derivative_reads_enters_and_is_not_kept(arrays):
+    region = functx.remat(lambda h, positions: torch.sin(h))
+
+    def loss(params, inputs):
+        return region(torch.tanh(inputs["x"] @ params["w"]), inputs["x"].exp()).sum()
+
+    assert measured(loss, arrays) == [SIZE, 2 * SIZE]
+
+
+def test_products_of_a_gradient_are_told_apart_by_its_parts(arrays):
+    region = functx.remat(lambda x, w, v: torch.tanh(x @ w) @ v)
+
+    def loss(params, inputs):
+        return region(inputs["x"], params["w"], params["v"]).sin().sum()
+
+    program = jax.make_jaxpr(jax.jit(jax.grad(to_jax(loss))))(*arrays).jaxpr
+    parts = columns.equations(program, columns.PRODUCTS)
+    assert parts == {"forward": 2, "recomputed": 1, "backward": 3}
+
+
+def test_exponential_numbers_are_those_that_jax_draws():
+    draw = lambda x: torch.empty_like(x).exponential_(2.0)
+    with columns.Drawn(3):
+        expected = draw(INPUTS["x"])
+    got = to_jax(draw, rng=True)(jax.random.key(3), columns.arrays(INPUTS["x"]))
+    torch.testing.assert_close(torch.tensor(jax.device_get(got)), expected)
+
+
+def record(name, kept, entered, parts):
+    remat = {"regions": 1, "equations": 1, "kept": kept, "outcome": "same", "detail": ""}
+    remat |= {"products": [sum(n) for n in zip(*parts.values())], "parts": parts}
+    return {"type": name, "outcome": "same", "remat": remat | {"entered": entered}}
+
+
+def test_the_report_says_why_bytes_and_products_differ():
+    alike = {"forward": [4, 4], "recomputed": [4, 4], "backward": [8, 8]}
+    report = in_jax.report(
+        [
+            record("plain", [4096, 4096], 4096, alike),
+            record("unread", [4736, 4096], 4736, alike | {"forward": [6, 4]}),
+            record("masked", [4096, 5120], 5120, alike | {"recomputed": [5, 4]}),
+            record("cloned", [6144, 4096], 4096, alike | {"backward": [8, 9]}),
+        ]
+    )
+    assert "equal in 1 of 4." in report
+    assert "reads: `unread` 640.\n" in report
+    assert "traced: `masked` 1,024.\n" in report
+    assert "same array as another: `cloned` 2,048.\n" in report
+    assert "gradient: equal in 1. More" in report
+    assert "leaves out: `unread` 2.\n" in report
+    assert "again: `masked` 1.\n" in report
+    assert "derivatives of these: `cloned` 1.\n" in report
+    assert "not looked into" not in report
