@@ -63,17 +63,17 @@ KNOWN_TOO = {
     ("doge", "examples"): "`topk` has to choose between equal numbers, of tokens that are equal",
     ("vjepa2", "training"): "`argsort` has to order equal positions, whose dropout differs",
 }
-# Why torch or JAX has more matrix products in a part of a gradient.
-FORWARD = "of results that nothing reads, which JAX's program leaves out"
-RESIZED = "resizing and adaptive pooling, which are products with matrices of weights there"
-TO_THE_END = "in regions that read zeros that they made (a first state), all is computed again"
-UNUSED = "results of the last layer that nothing uses, with those that are used"
+# Where a gradient has more matrix products, and why.
+ENGINE = "([engine](engine.md))"
+UNUSED = "torch's recomputation: the last layer has a second result, which nothing uses"
 MORE_PRODUCTS = {
-    ("forward", "torch"): f"torch, in the forward: {FORWARD}",
-    ("recomputed", "torch"): f"torch, computed again: {TO_THE_END}",
-    ("backward", "torch"): "torch, in the backward: scores, by its fused kernels of attention",
-    ("forward", "JAX"): f"JAX, in the forward: {RESIZED}",
-    ("backward", "JAX"): "JAX, in the backward: derivatives of these",
+    ("forward", "torch"): "torch's forward: results that nothing reads; JAX's program has none",
+    ("recomputed", "torch"): "torch's recomputation: a region that reads zeros that it made, a "
+    f"first state, say, runs again as a whole {ENGINE}",
+    ("unused", "torch"): UNUSED,
+    ("backward", "torch"): "torch's backward: its fused kernels of attention compute scores again",
+    ("forward", "JAX"): "JAX's forward: resizing and adaptive pooling are products with matrices",
+    ("backward", "JAX"): "JAX's backward: derivatives of these",
 }
 UNUSED_RESULTS = {"lilt", "pegasus_x"}
 
@@ -210,9 +210,10 @@ def _columns(records):
 def _asked(detail):
     """In place of an error of to_jax, the line of a model that asks for a value."""
     found = re.search(r"_local_scalar_dense.* at (\w+\.py):(\d+)", detail)
-    if not found:
+    models = Path(transformers.__file__).parent / "models"
+    file = next(models.glob(f"*/{found[1]}"), None) if found else None
+    if file is None:
         return detail
-    file = next(Path(transformers.__file__).parent.glob(f"models/*/{found[1]}"))
     code = linecache.getline(str(file), int(found[2])).strip("( ,\n")
     return f"values decide what runs, `{code}`"
 
@@ -232,11 +233,11 @@ def _kept(regions):
     equal = sum(in_torch == in_jax for _, in_torch, in_jax, _ in kept)
     small = sum(0 < in_torch - in_jax <= UNREAD for _, in_torch, in_jax, _ in kept)
     return [
-        f"- Bytes of activations kept at regions: equal in {equal} of {len(kept)}. A region of "
-        "torch keeps all that it is given, `jax.checkpoint` what its derivatives read: in "
-        f"{small} types that is up to {UNREAD} bytes more, of positions, say. More than these, by",
-        f"  - torch, of what no derivative reads: {_listed(unread, UNREAD)}",
-        f"  - torch, of what is a constant in JAX, or the same array as another: {_listed(shared)}",
+        f"- Bytes of activations kept at regions: equal in {equal} of {len(kept)}. More are in",
+        f"  - torch, where no derivative reads what a region is given {ENGINE}: up to {UNREAD} "
+        f"bytes in {small} types (positions, say), and {_listed(unread, UNREAD)}",
+        "  - torch, of what is a constant in JAX, or the same array as another (a clone): "
+        + _listed(shared, UNREAD),
         "  - JAX, of masks that hide nothing, which transformers makes where it is traced: "
         + _listed(masks),
         *([f"  - one of them, not looked into: {_listed(unknown, -1 << 60)}"] if unknown else []),
@@ -250,17 +251,20 @@ def _products(regions):
         parts = c.get("parts", {"all": c["products"]})
         equal += all(a == b for a, b in parts.values())
         for part, (a, b) in parts.items():
-            who = MORE_PRODUCTS.get((part, "torch" if a > b else "JAX"), "not looked into")
-            if name in UNUSED_RESULTS and part == "recomputed":
-                who = f"torch, computed again: {UNUSED}"
-            more[who].append((name, abs(a - b)))
-    more = [(who, _listed(found)) for who, found in more.items() if any(n for _, n in found)]
-    lines = [f"  - {who}: {found}" for who, found in more]
-    return [f"- Matrix products of the gradient: equal in {equal}. More of them has", *lines]
+            unused = part == "recomputed" and name in UNUSED_RESULTS
+            if a != b:
+                case = "unused" if unused else part, "torch" if a > b else "JAX"
+                more[MORE_PRODUCTS.get(case, "one of both, not looked into")].append(
+                    (name, abs(a - b))
+                )
+    order = [*MORE_PRODUCTS.values()]
+    groups = sorted(more, key=lambda why: order.index(why) if why in order else len(order))
+    lines = [f"  - {why}: {_listed(more[why])}" for why in groups]
+    return [f"- Matrix products of the gradient: equal in {equal}. There are more in", *lines]
 
 
 def _listed(rows, least=0):
-    return ", ".join(f"`{name}` {n:,}" for name, n in rows if n > least) + "."
+    return (", ".join(f"`{name}` {n:,}" for name, n in rows if n > least) or "none") + "."
 
 
 def write(page, records):

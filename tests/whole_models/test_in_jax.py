@@ -1,5 +1,7 @@
 """What the sweep of models in JAX measures and reports, on functions of a few lines."""
 
+from importlib.resources import files
+
 import pytest
 import torch
 
@@ -81,11 +83,25 @@ def test_the_report_says_why_bytes_and_products_differ():
         ]
     )
     assert "equal in 1 of 4." in report
-    assert "reads: `unread` 640.\n" in report
+    assert "positions, say), and `unread` 640.\n" in report
     assert "traced: `masked` 1,024.\n" in report
-    assert "same array as another: `cloned` 2,048.\n" in report
-    assert "gradient: equal in 1. More" in report
-    assert "leaves out: `unread` 2.\n" in report
-    assert "again: `masked` 1.\n" in report
+    assert "(a clone): `cloned` 2,048.\n" in report
+    assert "gradient: equal in 1. There" in report
+    assert "program has none: `unread` 2.\n" in report
+    assert "as a whole ([engine](engine.md)): `masked` 1.\n" in report
     assert "derivatives of these: `cloned` 1.\n" in report
     assert "not looked into" not in report
+
+
+def test_types_that_the_same_line_of_code_stops_are_one_group():
+    error = "aten._local_scalar_dense.default needs a number at modeling_{}.py:{} in forward; JAX"
+    details = {"other": "another"}
+    for name in ("bert", "llama"):
+        code = files("transformers") / "models" / name / f"modeling_{name}.py"
+        line = code.read_text().splitlines().index("import torch") + 1
+        details[name] = error.format(name, line)
+    training = {n: {"outcome": "raises", "detail": why} for n, why in details.items()}
+    records = [{"type": n, "outcome": "same", "training": c} for n, c in training.items()]
+    report, title = in_jax.report(records), "training mode, draws by a key: raises"
+    assert f"- `bert`, `llama`, {title}: values decide what runs, `import torch`\n" in report
+    assert f"- `other`, {title}: another\n" in report
