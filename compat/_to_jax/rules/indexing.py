@@ -22,11 +22,6 @@ def _indices(indices: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(slice(None) if i is None else i for i in indices)
 
 
-@rule("index.Tensor", "_unsafe_index.Tensor")
-def _index(x: Any, indices: Sequence[Any]) -> Any:
-    return x[_indices(indices)]
-
-
 @rule("index_put", "_unsafe_index_put")
 def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     values = jnp.asarray(values, x.dtype)
@@ -79,21 +74,27 @@ def _coordinates(index: Any, dim: int) -> tuple[Any, ...]:
     )
 
 
-def _scatter_by(x: Any, dim: int, index: Any, src: Any, how: str) -> Any:
+def _scatter_by(x: Any, dim: int, index: Any, src: Any, reduce: str) -> Any:
     shape = x.shape
     x, index = jnp.atleast_1d(x, index)
     values = jnp.asarray(src, x.dtype)
     if jnp.ndim(src) or x.ndim == 1:
         values = jnp.atleast_1d(values)[tuple(slice(0, n) for n in index.shape)]
-    return _write(x, _coordinates(index, dim % x.ndim), values, how).reshape(shape)
+    return _write(x, _coordinates(index, dim % x.ndim), values, reduce).reshape(shape)
 
 
 rules(
     {
+        "bincount": lambda x, weights=None, minlength=0, *, ctx: jnp.bincount(
+            x, weights, minlength, length=ctx.shape[0]
+        ),
+        "index.Tensor _unsafe_index.Tensor": lambda x, indices: x[_indices(indices)],
+        "nonzero_static": partial(jnp.argwhere, fill_value=-1),
         "take": lambda x, index: jnp.ravel(x)[index],
         "masked_fill": lambda x, mask, value: jnp.where(mask, jnp.asarray(value, x.dtype), x),
-        "scatter.src scatter.value": partial(_scatter_by, how="set"),
-        "scatter_add": partial(_scatter_by, how="add"),
+        "scatter.reduce scatter.value_reduce": _scatter_by,
+        "scatter.src scatter.value": partial(_scatter_by, reduce="set"),
+        "scatter_add": partial(_scatter_by, reduce="add"),
     }
 )
 
@@ -123,11 +124,6 @@ def _multiply_at_jvp(primals: Any, tangents: Any) -> Any:
     alone = jnp.where(x0, dx, 0).at[where].add(jnp.where(v0, dv, 0))
     tangent = others * jnp.where(zeros == 0, relative, jnp.where(zeros == 1, alone, 0))
     return _multiply_at(x, where, values), tangent
-
-
-@rule("scatter.reduce", "scatter.value_reduce")
-def _scatter_old_reduce(x: Any, dim: int, index: Any, src: Any, *, reduce: str) -> Any:
-    return _scatter_by(x, dim, index, src, "add" if reduce == "add" else "multiply")
 
 
 _REDUCERS = {"sum": "add", "prod": "multiply", "amax": "max", "amin": "min", "mean": "add"}
@@ -186,11 +182,6 @@ def _put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     return (at.add(flat) if accumulate else at.set(flat)).reshape(x.shape)
 
 
-@rule("bincount")
-def _bincount(x: Any, weights: Any = None, minlength: int = 0, *, ctx: Any) -> Any:
-    return jnp.bincount(x, weights, minlength, length=ctx.shape[0])
-
-
 @rule("segment_reduce")
 def _segment_reduce(
     data: Any, reduce: str, *, lengths: Any = None, indices: Any = None, offsets: Any = None,
@@ -220,8 +211,3 @@ def _segments(data: Any, lengths: Any, reduce: str, initial: Any) -> Any:
             count == 0, jnp.nan if initial is None else out, out / jnp.maximum(count, 1)
         )
     return out
-
-
-@rule("nonzero_static")
-def _nonzero_static(x: Any, *, size: int, fill_value: int = -1) -> Any:
-    return jnp.argwhere(x, size=size, fill_value=fill_value)

@@ -20,6 +20,7 @@ from functx.compat._to_jax.rules.views import straight_through
 
 matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 rules({"mm bmm mv dot": matmul}, cast=True)
+_expm = jnp.vectorize(jsl.expm, signature="(n,n)->(n,n)")
 
 
 def _adjoint(m: Any) -> Any:
@@ -123,12 +124,6 @@ def _unpack(lu: Any, permutation: Any) -> tuple[Any, Any, Any]:
     return jnp.eye(m, dtype=lu.dtype)[permutation].mT, lower, jnp.triu(lu[..., :k, :])
 
 
-@rule("linalg_lu")
-def _lu(a: Any, *, pivot: bool = True) -> Any:
-    lu, _, permutation = lax.linalg.lu(a)
-    return _unpack(lu, permutation)
-
-
 @rule("lu_unpack")
 def _lu_unpack(lu: Any, pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
     permutation = lax.linalg.lu_pivots_to_permutation((pivots - 1).astype(jnp.int32), lu.shape[-2])
@@ -174,11 +169,6 @@ def _svd(
         return tuple(jnp.linalg.svd(a, full_matrices=full_matrices))
     empty = jnp.zeros((0,), a.dtype)
     return empty, jnp.linalg.svd(a, compute_uv=False), empty
-
-
-@rule("linalg_matrix_exp")
-def _matrix_exp(a: Any) -> Any:
-    return jnp.vectorize(jsl.expm, signature="(n,n)->(n,n)")(a) if a.size else a
 
 
 @rule("linalg_pinv.atol_rtol_tensor")
@@ -246,6 +236,8 @@ rules(
         ),
         "linalg_eigvals _linalg_eigvals": jnp.linalg.eigvals,
         "linalg_inv_ex": lambda a, **_: (jnp.linalg.inv(a), _no_errors(a)),
+        "linalg_lu": lambda a, **_: _unpack(*lax.linalg.lu(a)[::2]),
+        "linalg_matrix_exp": lambda a: _expm(a) if a.size else a,
         "vdot": partial(jnp.vdot, precision=lax.Precision.HIGHEST),
     }
 )

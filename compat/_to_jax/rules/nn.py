@@ -15,6 +15,7 @@ from jax import lax
 
 from functx.compat._to_jax.rules.linalg import matmul
 from functx.compat._to_jax.rules.table import rule
+from functx.compat._to_jax.rules.views import straight_through
 
 _NONE, _MEAN = 0, 1
 _OF_SUMS, _OF_MAXIMA = 0, 2
@@ -65,18 +66,6 @@ def _multilabel_backward(g: Any, x: Any, target: Any, reduction: int, is_target:
     return jax.vjp(lambda x: _multilabel(x, target, reduction)[0], x)[1](g)[0]
 
 
-@jax.custom_jvp
-def _differentiated_as(x: Any, factor: Any) -> Any:
-    """``x``, with the derivative of ``factor * x``."""
-    return x
-
-
-@_differentiated_as.defjvp
-def _differentiated_as_jvp(primals: Any, tangents: Any) -> Any:
-    x, factor = primals
-    return x, tangents[0] * factor.astype(x.dtype)
-
-
 def _reads(indices: Any, rows: int, dtype: Any) -> Any:
     """How often the row that an index names was read, for each index."""
     return jnp.zeros(rows, dtype).at[indices.reshape(-1)].add(1)[indices]
@@ -93,7 +82,7 @@ def _embedding(
     factor = jnp.where(indices == padding_idx, 0, 1) if padding_idx >= 0 else jnp.ones_like(indices)
     if scale_grad_by_freq:
         factor = factor / _reads(indices, weight.shape[0], weight.dtype)
-    return _differentiated_as(rows, factor[..., None])
+    return straight_through(rows, rows * factor[..., None].astype(rows.dtype))
 
 
 @rule("_embedding_bag", "_embedding_bag_forward_only")
@@ -107,7 +96,8 @@ def _embedding_bag(
     real = indices != padding_idx
     rows = weight[indices]
     if scale_grad_by_freq:
-        rows = _differentiated_as(rows, 1 / _reads(indices, weight.shape[0], weight.dtype)[:, None])
+        often = _reads(indices, weight.shape[0], weight.dtype)
+        rows = straight_through(rows, rows / often[:, None])
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None]
     count = jnp.zeros(n, indices.dtype).at[bag].add(real.astype(indices.dtype))

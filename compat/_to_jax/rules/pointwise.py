@@ -1,8 +1,8 @@
 """Pointwise arithmetic, comparison and logic, with torch's values and derivatives where those jump.
 
 The derivative is zero at zero for ``abs``, one at the bounds of ``clamp`` before torch 2.14, shared
-equally at the ties of ``maximum`` and ``max``.  A NaN has sign 0; none of its derivative comes
-through ``clamp``, all of it through both sides of ``maximum``, and ``max`` gives it to the NaN.
+equally at the ties of ``maximum``.  A NaN has sign 0; none of its derivative comes through
+``clamp``, all of it through both sides of ``maximum``.
 """
 
 from __future__ import annotations
@@ -251,18 +251,6 @@ def _clamp_by_tensors(x: Any, min: Any = None, max: Any = None) -> Any:
 
 rules({"clamp_max": lambda x, max: _clamp(x, None, max)}, cast=True)
 rules({"clamp_max.Tensor": lambda x, max: _clamp_by_tensors(x, None, max)}, cast=True)
-
-
-def _extreme(x: Any, reduce: Any) -> Any:
-    if not _floating(x):
-        return reduce(x)
-    nan = jnp.isnan(x)
-    there = jnp.any(nan)
-    shared = jnp.sum(jnp.where(nan, x, 0)) / jnp.maximum(jnp.sum(nan), 1)
-    return jnp.where(there, shared, reduce(jnp.where(there, 0, x)))
-
-
-rules({"max": lambda x: _extreme(x, jnp.max), "min": lambda x: _extreme(x, jnp.min)})
 
 
 @jax.custom_jvp

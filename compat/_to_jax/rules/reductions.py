@@ -44,6 +44,33 @@ def _reducing(reduce: Callable[..., Any]) -> Callable[..., Any]:
     return reduced
 
 
+def _extreme(find: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
+    """The largest or smallest, with a derivative that those which are equal, or NaN, share."""
+
+    @jax.custom_jvp
+    def last(x: Any) -> Any:
+        return find(x, -1)
+
+    @last.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        (x,), out = primals, last(*primals)
+        equal = (x == out[..., None]) | jnp.isnan(x)
+        # None is equal where XLA makes x twice and rounds in two ways: JAX's own would be 0 / 0.
+        found = jax.nn.one_hot(place(x, -1), x.shape[-1], dtype=bool)
+        return out, jnp.mean(*tangents, -1, where=found | equal)
+
+    def extreme(x: Any, dim: Dims = None, keepdim: bool = False) -> Any:
+        dims = axes(dim, x.ndim)
+        rest = [d for d in range(x.ndim) if d not in dims]
+        out = last(lax.collapse(jnp.atleast_1d(x.transpose(*rest, *dims)), len(rest)))
+        return jnp.expand_dims(out, dims) if keepdim else out
+
+    return extreme
+
+
+largest, smallest = _extreme(jnp.max, jnp.argmax), _extreme(jnp.min, jnp.argmin)
+
+
 def _accumulating(reduce: Callable[..., Any]) -> Callable[..., Any]:
     def reduced(x: Any, dim: Dims = None, keepdim: bool = False, *, ctx: Any, **_: Any) -> Any:
         return reduce(_accumulate(x, ctx.dtype), axes(dim, x.ndim), keepdims=keepdim)
@@ -68,8 +95,8 @@ def _cumulative(accumulate: Callable[..., Any]) -> Callable[..., Any]:
 rules(
     {
         "all all.dim all.dims _is_all_true": _reducing(jnp.all),
-        "amax prims::amax": _reducing(jnp.max),
-        "amin prims::amin": _reducing(jnp.min),
+        "amax max prims::amax": largest,
+        "amin min prims::amin": smallest,
         "any any.dim any.dims _is_any_true": _reducing(jnp.any),
         "argmax": _place_of(jnp.argmax),
         "argmin": _place_of(jnp.argmin),
@@ -152,9 +179,9 @@ def vector_norm(x: Any, ord: Any, dims: tuple[int, ...], keepdim: bool) -> Any:
         return jnp.sum(x != 0, dims, keepdims=keepdim)
     size = absolute(x)
     if ord == float("inf"):
-        return jnp.max(size, dims, keepdims=keepdim)
+        return largest(size, dims, keepdim)
     if ord == float("-inf"):
-        return jnp.min(size, dims, keepdims=keepdim)
+        return smallest(size, dims, keepdim)
     if ord == 1:
         return jnp.sum(size, dims, keepdims=keepdim)
     if ord == 2:

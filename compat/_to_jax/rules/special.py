@@ -41,11 +41,7 @@ rules(
 
 
 rule("mvlgamma")(special.multigammaln)
-
-
-@rule("polygamma")
-def _polygamma(n: int, x: Any) -> Any:
-    return special.digamma(x) if n == 0 else special.polygamma(n, x)
+rule("polygamma")(lambda n, x: special.polygamma(n, x) if n else special.digamma(x))
 
 
 def _mean(values: Any, weights: Any) -> Any:

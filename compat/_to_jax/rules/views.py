@@ -50,6 +50,7 @@ rules(
         "detach": lambda x: lax.stop_gradient(x),
         "diagonal": jnp.diagonal,
         "empty new_empty empty_like empty_strided new_empty_strided empty_permuted": _zeros,
+        "expand": lambda x, *_, ctx, **__: jnp.broadcast_to(x, ctx.shape),
         "flip prims::rev": lambda x, dims: jnp.flip(x, tuple(dims)) if x.ndim and len(dims) else x,
         "functx::identity": _same,
         "functx::straight_through": straight_through,
@@ -85,11 +86,6 @@ def _view_dtype(x: Any, dtype: Any, *, ctx: Any) -> Any:
     if new > old:
         x = x.reshape(*x.shape[:-1], x.shape[-1] * old // new, new // old)
     return jnp.reshape(lax.bitcast_convert_type(x, dtype), ctx.shape)
-
-
-@rule("expand")
-def _expand(x: Any, *_: Any, ctx: Any, **__: Any) -> Any:
-    return jnp.broadcast_to(x, ctx.shape)
 
 
 @rule("full", "full_like", "new_full", "fill")

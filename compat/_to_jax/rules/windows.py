@@ -103,7 +103,12 @@ def _max_pool(
 ) -> tuple[Any, Any]:  # fmt: skip
     kernel = _tuple(kernel, n)
     stride = _tuple(stride, n) if len(stride) else kernel
-    settings = zip(ctx.shape[-n:], kernel, stride, _tuple(padding, n), _tuple(dilation, n))
+    padding, dilation = _tuple(padding, n), _tuple(dilation, n)
+    # No window reaches further than its image.
+    kernel = [
+        min(k, -(-(m + p) // d)) for k, m, p, d in zip(kernel, x.shape[-n:], padding, dilation)
+    ]
+    settings = zip(ctx.shape[-n:], kernel, stride, padding, dilation)
     return _largest(
         x, [np.arange(o)[:, None] * s - p + np.arange(k) * d for o, k, s, p, d in settings]
     )
@@ -179,12 +184,13 @@ def _avg_pool(
     kernel, padding = _tuple(kernel, n), _tuple(padding, n)
     stride = _tuple(stride, n) if len(stride) else kernel
     settings = list(zip(out, stride, kernel, x.shape[-n:], padding))
-    edges = [(p, max((o - 1) * s + k - size - p, 0)) for o, s, k, size, p in settings]
+    window = tuple(min(k, size + p) for _, _, k, size, p in settings)  # none reaches further
+    edges = [(p, max((o - 1) * s + k - z - p, 0)) for k, (o, s, _, z, p) in zip(window, settings)]
     lead = x.ndim - n
     # A numpy zero, so that JAX sees a sum (which it can differentiate) also while tracing.
     zero = np.zeros((), x.dtype)
     total = lax.reduce_window(
-        x, zero, lax.add, (1,) * lead + kernel, (1,) * lead + stride, [(0, 0)] * lead + edges
+        x, zero, lax.add, (1,) * lead + window, (1,) * lead + stride, [(0, 0)] * lead + edges
     )
     total = total[(..., *(slice(0, o) for o in out))]
     if divisor_override is not None:
@@ -196,10 +202,6 @@ def _avg_pool(
         inside = np.minimum(end, size) - np.maximum(start, 0)
         count = count[..., None] * (end - start if count_include_pad else inside)
     return total / jnp.asarray(count, x.dtype)
-
-
-def _avg_backward(g: Any, x: Any, *settings: Any, n: int) -> Any:
-    return jax.vjp(lambda y: _avg_pool(y, *settings, out=g.shape[-n:]), x)[1](g)[0]
 
 
 @rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
@@ -215,8 +217,8 @@ def _adaptive_avg(x: Any, out: Ints) -> Any:
     return x
 
 
-def _adaptive_avg_backward(g: Any, x: Any, *, n: int) -> Any:
-    return jax.vjp(lambda y: _adaptive_avg(y, g.shape[-n:]), x)[1](g)[0]
+def _backward(g: Any, x: Any, *settings: Any, pool: Any, n: int) -> Any:
+    return jax.vjp(lambda y: pool(y, *settings, out=g.shape[-n:]), x)[1](g)[0]
 
 
 def _register(n: int) -> None:
@@ -224,9 +226,9 @@ def _register(n: int) -> None:
     backward = f"adaptive_max_pool{n}d_backward fractional_max_pool{n}d_backward"
     rules(
         {
-            f"_adaptive_avg_pool{n}d_backward": partial(_adaptive_avg_backward, n=n),
+            f"_adaptive_avg_pool{n}d_backward": partial(_backward, pool=_adaptive_avg, n=n),
             f"avg_pool{n}d": lambda *args, ctx: _avg_pool(*args, out=ctx.shape[-n:]),
-            f"avg_pool{n}d_backward": partial(_avg_backward, n=n),
+            f"avg_pool{n}d_backward": partial(_backward, pool=_avg_pool, n=n),
             f"max_pool{n}d_with_indices": partial(_max_pool, n=n),
             f"max_pool{n}d_with_indices_backward {backward}": partial(_max_backward, n=n),
             f"max_unpool{n}d": lambda x, indices, size, *_: _put(x, indices, size, n),

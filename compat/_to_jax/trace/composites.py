@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from functx import _torch as engine
+from functx import _tree
 from functx._errors import LoweringError
+from functx.compat._torch import FakeTensor
 
 
 def _cov(
@@ -73,6 +76,17 @@ def _ctc_loss(*_: Any, **__: Any) -> Tensor:
         "ctc_loss keeps a buffer whose shape depends on values, the lengths of the targets: use"
         " optax.ctc_loss in the JAX function"
     )
+
+
+def stacked(data: Any) -> Any:
+    """A list of tensors as one, which ``torch.tensor`` would read the values of."""
+    listed = _tree.leaves(data) if isinstance(data, list | tuple) else ()
+    tensors = [t for t in listed if torch.is_tensor(t)]
+    of = engine.proxy_mode().tracer.unwrap_proxy  # what is a region's own is no value out here
+    if not tensors or any(isinstance(t, FakeTensor) and of(t) is t for t in tensors):
+        return data
+    with torch.no_grad():
+        return torch.stack([torch.as_tensor(stacked(part)) for part in data])
 
 
 RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)

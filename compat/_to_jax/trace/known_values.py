@@ -22,6 +22,9 @@ READS = {_T.item, _T.tolist, _T.numpy, _T.__bool__, _T.__float__, _T.__int__, _T
 
 Reads = dict[int, tuple[Tensor, Tensor]]
 """By id: what is closed over, and its value."""
+_UNSET: Reads = {0: (torch.empty(0), torch.empty(0))}  # what memory has that nobody has written
+_aten = torch.ops.aten
+_WRITES_ALL = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default}
 
 
 class KnownValues:
@@ -58,14 +61,15 @@ class KnownValues:
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run in the trace."""
         outs = [t for t in _tree.leaves(out) if _tree.is_tensor(t)]
-        known = all(t.numel() <= _LARGEST for t in outs) and "empty" not in func._schema.name
+        known = all(t.numel() <= _LARGEST for t in outs)
         found = self._compute(func, args, kwargs) if known and not draws(func, args) else None
         if found is None:
             if is_mutable(func):
                 self._forget(args)
             return
         values = [t for t in _tree.leaves(found[0]) if _tree.is_tensor(t)]
-        self._known |= {id(t): (t, value, found[1]) for t, value in zip(outs, values)}
+        sources = found[1] | (_UNSET if "empty" in func._schema.name else {})
+        self._known |= {id(t): (t, value, sources) for t, value in zip(outs, values)}
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Reads] | None:
         leaves, spec = _tree.flatten((args, kwargs))
@@ -75,7 +79,7 @@ class KnownValues:
                 if (found := self._find(leaf)) is None:
                     return None
                 leaves[i] = found[1]
-                sources |= found[2]
+                sources |= found[2] if i or func not in _WRITES_ALL else {}
         args, kwargs = _tree.unflatten(spec, leaves)
         try:
             with engine.without_dispatch_modes():
@@ -93,6 +97,8 @@ class KnownValues:
         return self._known.get(id(t))
 
     def _noted(self, result: Any, sources: Reads) -> Any:
+        if sources.keys() & _UNSET.keys():
+            return None
         self.reads |= sources
         return result
 

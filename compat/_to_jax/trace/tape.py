@@ -37,7 +37,7 @@ from functx._errors import LoweringError
 from functx._validate import has_derivatives
 from functx.compat._to_jax.rules.table import decompositions, lookup
 from functx.compat._to_jax.source_lines import at_line, note_source
-from functx.compat._to_jax.trace.composites import RECURRENT, REPLACED, layer_by_layer
+from functx.compat._to_jax.trace.composites import RECURRENT, REPLACED, layer_by_layer, stacked
 from functx.compat._to_jax.trace.functions import within
 from functx.compat._to_jax.trace.known_values import READS, KnownValues
 from functx.compat._to_jax.trace.nodes import nodes_from_now
@@ -215,6 +215,8 @@ class UserCalls(TorchFunctionMode):
         if func in READS and (value := self._known.read(args[0])) is not None:
             with engine.without_dispatch_modes():
                 return func(value, *args[1:], **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor) and (data := stacked(*args[:1])) is not args[0]:
+            return torch.as_tensor(data, *args[1:], **(kwargs or {}))
         if func in RECURRENT:
             return layer_by_layer(func, *args)
         if func in _INSIDE:

@@ -19,6 +19,12 @@ def masked(x):
     return x * mask.sum().item()
 
 
+def filled(x, make):
+    one = make(torch.arange(2))
+    one.fill_(1)
+    return x * make(torch.arange(2)).copy_(one).sum().item()
+
+
 READ = {
     "item": lambda x, sizes: x * sizes[0].item(),
     "float": lambda x, sizes: x * float(sizes.float().mean()),
@@ -33,6 +39,7 @@ READ = {
         2 if torch.equal(sizes, torch.tensor([1, 2, 3])) else 3
     ),
     "places": lambda x, sizes: x[(sizes > 1).nonzero()[:, 0]],
+    "a list of tensors": lambda x, sizes: x * torch.tensor([sizes[0], sizes.sum()])[1].item(),
 }
 
 
@@ -48,6 +55,11 @@ def test_what_is_closed_over_is_read_and_another_value_traces_again(name):
 
 def test_what_is_made_of_numbers_is_read():
     np.testing.assert_array_equal(to_jax(masked)(X), 2 * X)
+
+
+@pytest.mark.parametrize("make", [torch.empty_like, lambda t: t.new(2), lambda t: t.new_empty(2)])
+def test_what_was_uninitialised_is_read_once_it_is_overwritten(make):
+    np.testing.assert_array_equal(to_jax(lambda x: filled(x, make))(X), 2 * X)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +94,9 @@ UNKNOWN = {
     ),
     "a view of that": lambda x: (lambda m: (m[1:].copy_(x[1:]), x * m.sum().item()))(torch.ones(3)),
     "uninitialised": lambda x: x * torch.empty(3).sum().item(),
+    "uninitialised in part": lambda x: (lambda m: (m[1:].zero_(), x * m.sum().item()))(
+        torch.empty(3)
+    ),
     "drawn in place": lambda x: x * torch.zeros(3).uniform_().sum().item(),
     "drawn": lambda x: x * torch.rand(3).sum().item(),
 }

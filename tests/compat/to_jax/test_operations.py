@@ -229,3 +229,57 @@ def test_as_strided_that_leaves_its_argument_is_refused():
     for f in (lambda x: x[1:].as_strided((2,), (1,), 0), lambda x: x[:, 1:].as_strided((9,), (1,))):
         with pytest.raises(LoweringError, match="memory of which its argument is a part"):
             to_jax(f)(jnp.ones((3, 4)))
+
+
+def test_the_derivative_of_a_maximum_is_finite_where_xla_rounds_its_operand_in_two_ways():
+    def stable_attention(q, k, bias):  # of LayoutLMv3
+        scores = ((q / 8**0.5) @ k.mT + bias / 8**0.5) / 32
+        weights = ((scores - scores.amax(-1, keepdim=True)) * 32).softmax(-1)
+        return (weights * torch.arange(25.0)).sum()
+
+    args = drawn(25, 41).split([8, 8, 25], 1)
+    expected = torch.func.grad(stable_attention, (0, 1, 2))(*args)
+    gradients = jax.jit(jax.grad(to_jax(stable_attention), (0, 1, 2)))(*arrays(args))
+    for ours, theirs in zip(gradients, expected):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("find", [torch.amax, torch.amin])
+@pytest.mark.parametrize("dim", [(), 1, (2, 0)])
+def test_those_that_are_equal_share_the_derivative_of_an_extreme(find, dim):
+    x = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 2.0, 2.0]).reshape(2, 2, 2)
+    f = lambda x: (find(x, dim) ** 2).sum()
+    np.testing.assert_allclose(jax.grad(to_jax(f))(x.numpy()), torch.func.grad(f)(x))
+    np.testing.assert_allclose(
+        jax.hessian(to_jax(f))(x.numpy()), torch.func.hessian(f)(x), rtol=1e-6
+    )
+
+
+def largest_array(f, *args):
+    def walk(jaxpr):
+        for e in jaxpr.eqns:
+            yield from (v.aval.size for v in e.outvars)
+            yield int(np.prod(e.params.get("window_dimensions", ())))
+            for inner in jax.tree.leaves([*e.params.values()]):
+                yield from walk(getattr(inner, "jaxpr", inner)) if hasattr(inner, "eqns") else ()
+
+    return max(walk(jax.make_jaxpr(f)(*args).jaxpr))
+
+
+POOLS = {
+    "mean": torch.nn.AvgPool2d(100, ceil_mode=True),
+    "mean with padding": torch.nn.AvgPool2d(100, 99, padding=2, ceil_mode=True),
+    "mean without padding": torch.nn.AvgPool2d(100, 99, 3, True, count_include_pad=False),
+    "maximum": torch.nn.MaxPool2d(100, ceil_mode=True),
+    "maximum with gaps": torch.nn.MaxPool2d(33, 99, padding=16, dilation=3, ceil_mode=True),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_a_window_larger_than_its_image_costs_no_more_than_the_image(name):
+    x = drawn(1, 2, 5, 6)
+    f = lambda x: POOLS[name](x).square().sum()
+    np.testing.assert_allclose(to_jax(f)(x.numpy()), f(x), rtol=1e-5)
+    gradient = jax.grad(to_jax(f))
+    np.testing.assert_allclose(gradient(x.numpy()), torch.func.grad(f)(x), rtol=1e-4, atol=1e-6)
+    assert largest_array(gradient, x.numpy()) < 2_000
