@@ -34,17 +34,17 @@ CAPS = {
     r"codebook_size": 64,
     r"vocab|num_embeddings|num_classes$": 99,
     r"experts_per|top_?k|moe_k|n_groups?$|topk_group|num_codebooks|n_codebooks|quantizers": 2,
-    r"experts|num_groups|landmarks|rotary_dim": 4,
+    r"experts|num_groups|upsample_groups|landmarks|rotary_dim": 4,
     r"layers|(^|_)n_layer|depth|num_blocks|blocks_per|numb_of|num_stages?$|attends": 2,
     r"dense_replace|_shared_layers|moe_layer_start": 1,
     r"position|max_len|max_seq|seq_len$|max_source|context_length": 64,
     r"mamba_(n|num)_heads": 4,
-    r"head_dim|dim_head|d_head|kv_channels|d_kv|lora_rank|head_size": 8,
+    r"head_dim|dim_head|d_head|kv_channels|d_kv|lora_rank|head_size|num_pos_feats": 8,
     r"heads|n_head|num_queries": 2,
     r"image_size|img_size|input_size|spec_size": 64,
     r"patch_size": 16,
-    r"window_size": 2,
-    r"window|chunk|block_size|local_attention": 4,
+    r"window_size|coordinate_size": 2,
+    r"window|chunk|block_size|local_attention|shape_size": 4,
     r"ffn|intermediate|mlp_dim|d_ff|feedforward|feed_forward|d_ssm": 32,
     r"size_per_layer|state_size|d_state": 8,
     r"hidden|emb|d_model|width|dim|channels|filters|projection|_size$|feat|mel|latents": 16,
@@ -54,6 +54,7 @@ WIDTHS = r"hidden|emb|d_model|width|dim|channels|filters|ffn|intermediate|d_ff|f
 TOKENS = r"(token|start|end|bos|eos|pad|sep|cls|mask)_(id|index|idx)$"
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth", "encoder_layers")
 UNSET = {"head_dim": 8, "vocab_size": 99, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+UNSET |= {"num_key_value_heads": 2, "n_routed_experts": 4, "n_shared_experts": 1}
 LENGTH, IDS = 8, (43, 64)
 
 EXTRA: dict[str, dict[str, Any]] = {
@@ -66,8 +67,6 @@ EXTRA: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 16},
     "mgp-str": {"image_size": (32, 32)},
     "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 8},
-    "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds_dim": (8, 8)}
-    | {"axial_pos_shape": (2, 4)},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
 }
@@ -168,6 +167,8 @@ def _candidates(name: str, config: Any, names: Any) -> list[torch.Tensor]:
         shapes = [(64, mel), (mel, 64), (mel, 128), (1, 64, mel)]
     elif name in ("input_values", "audio_values", "waveform"):
         shapes = [(3200,), (1, 3200), (64, mel), (mel, 32)]
+    elif name == "past_values":
+        shapes = [(number("context_length", 64), *n) for n in ((), (number("num_input_c", 1),))]
     elif name in ("hidden_states", "inputs_embeds", "encoder_hidden_states"):
         shapes = [(LENGTH, width), (width, 8, 8)]
     return [real(2, *shape) for shape in shapes]

@@ -276,6 +276,17 @@ def test_a_model_type_that_can_not_be_made_small_says_so(capsys, monkeypatch):
     assert re.search(r"hf:llama: no model .*RuntimeError: .*that you make in a file", said)
 
 
+@pytest.mark.parametrize("name", ["layoutlmv3", "nemotron", "patchtst", "timesfm"])
+def test_sizes_that_depend_on_each_other_or_that_are_left_open_are_found(name):
+    pytest.importorskip("transformers")
+    from functx._command import small_models
+
+    cls, config, inputs = small_models.find(name)
+    assert config.model_type == name
+    parameters = small_models.make(cls, config).parameters()
+    assert sum(p.numel() for p in parameters) < 50_000
+
+
 def test_the_traceback_is_shown_where_it_is_asked_for(folder, capsys):
     assert run("net_to_check.py:missing", "--args", "float32[3]", "--traceback") == 2
     assert "Traceback (most recent call last)" in capsys.readouterr().err
