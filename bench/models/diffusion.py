@@ -6,6 +6,7 @@ A shape stands for normal numbers, ``TIMES`` for time steps, one for each of two
 import torch
 
 from functx._command import small_models
+from functx.compat._crosscheck.precision import Widened
 
 UNET = {"block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1}
 VAE = UNET | {
@@ -105,7 +106,8 @@ def find(name):
     Of a name that is none of `MODELS`, as of a model type of transformers.
     """
     if name not in MODELS:
-        return small_models.find(name)
+        with Widened():  # some take no float64, for all that they cast to float32
+            return small_models.find(name)
     import diffusers
 
     config, inputs = MODELS[name]

@@ -281,7 +281,7 @@ def test_sizes_that_depend_on_each_other_or_that_are_left_open_are_found(name):
     pytest.importorskip("transformers")
     from functx._command import small_models
 
-    cls, config, inputs = small_models.find(name)
+    cls, config, _ = small_models.find(name)
     assert config.model_type == name
     parameters = small_models.make(cls, config).parameters()
     assert sum(p.numel() for p in parameters) < 50_000
