@@ -38,7 +38,7 @@ class KnownValues:
     def read(self, t: Tensor) -> Tensor | None:
         """A value that is known, for Python to read."""
         found = self._find(t)
-        return None if found is None else self._noted(found[1], found[2])
+        return None if found is None or 0 in found[2] else self._noted(found[1], found[2])
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operation gives whose result depends on values, if they are known."""
@@ -80,6 +80,8 @@ class KnownValues:
                     return None
                 leaves[i] = found[1]
                 sources |= found[2] if i or func not in _WRITES_ALL else {}
+        if 0 in sources and not func.is_view:  # unset memory may be no index, say
+            return None
         args, kwargs = _tree.unflatten(spec, leaves)
         try:
             with engine.without_dispatch_modes():
@@ -97,8 +99,6 @@ class KnownValues:
         return self._known.get(id(t))
 
     def _noted(self, result: Any, sources: Reads) -> Any:
-        if sources.keys() & _UNSET.keys():
-            return None
         self.reads |= sources
         return result
 

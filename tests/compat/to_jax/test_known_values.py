@@ -94,6 +94,9 @@ UNKNOWN = {
     ),
     "a view of that": lambda x: (lambda m: (m[1:].copy_(x[1:]), x * m.sum().item()))(torch.ones(3)),
     "uninitialised": lambda x: x * torch.empty(3).sum().item(),
+    "a view of new memory": lambda x: (
+        lambda m, view: (m.fill_(1), view.copy_(x[1:]), x * m.sum().item())
+    )(*(lambda m: (m, m[1:]))(torch.empty(3))),
     "uninitialised in part": lambda x: (lambda m: (m[1:].zero_(), x * m.sum().item()))(
         torch.empty(3)
     ),

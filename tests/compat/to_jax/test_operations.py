@@ -78,7 +78,13 @@ def nll(x):
     return F.gaussian_nll_loss(x, x.flip(0), x[:, 0] ** 2, reduction="none")
 
 
+def listed(x):
+    of = x.detach()
+    return torch.tensor([[of[0], 2], [of.sum(), 1.5]]) * x[:2]
+
+
 CASES = {
+    "a list of tensors and numbers": (listed, (3,)),
     "sgn of complex numbers": (sgn, (4,)),
     "grouped queries": (grouped(False), (48,)),
     "grouped queries, causal": (grouped(True), (48,)),
