@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
+# What function modes see of ``torch.nn.functional.grouped_mm``.
+from torch import _grouped_mm as grouped_mm
+
 # Kernels of an operator: going on below autograd with the keys that are left, and one node at one
 # level without the class that functorch would make at each call.
 from torch._C import _after_autograd_keyset

@@ -18,7 +18,7 @@ from torch.nn import functional
 from functx import _torch as engine
 from functx import _tree
 from functx._errors import LoweringError
-from functx.compat._torch import FakeTensor
+from functx.compat._torch import FakeTensor, grouped_mm
 
 
 def _cov(
@@ -89,6 +89,19 @@ def stacked(data: Any) -> Any:
         return torch.stack([torch.as_tensor(stacked(part)) for part in data])
 
 
+def _grouped_mm(x: Tensor, weights: Tensor, offs: Any = None, **options: Any) -> Tensor:
+    """Each row by the matrix of its group, as one product: torch's takes only bfloat16 in a trace.
+
+    Of a row the entries for all other groups are zeros. Unlike ``ragged_dot``, it can be vmapped.
+    """
+    if x.ndim != 2 or weights.ndim != 3 or any(v is not None for v in options.values()):
+        return grouped_mm(x, weights, offs, **options)
+    before = (torch.arange(len(x), device=x.device)[:, None] < offs).int()
+    member = before.diff(dim=1, prepend=before[:, :1] * 0)[..., None]
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.where(member > 0, x[:, None], 0).flatten(1) @ weights.flatten(0, 1)
+
+
 RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
@@ -121,4 +134,5 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     functional.gaussian_nll_loss: _gaussian_nll_loss,
     functional.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,
+    grouped_mm: _grouped_mm,
 }

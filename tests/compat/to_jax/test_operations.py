@@ -31,6 +31,12 @@ def grouped(causal):
     return attention
 
 
+def by_group(x):
+    """Six rows by the matrices of four groups, one of them empty."""
+    ends = torch.tensor([2, 5, 5, 6], dtype=torch.int32)
+    return F.grouped_mm(x[0, :6].sin(), x.transpose(1, 2), offs=ends)
+
+
 LABELS = torch.tensor([[0, 2, -1, 1], [-1, 0, 0, 0], [3, 1, 0, 2]])
 COUNTS, WEIGHTS = torch.tensor([1, 2, 1, 3]), torch.tensor([0.1, 0.5, 0.2, 0.4])
 PLACES = torch.tensor([[0, 1, 0, 3], [3, 3, 4, 0]])
@@ -88,6 +94,7 @@ CASES = {
     "sgn of complex numbers": (sgn, (4,)),
     "grouped queries": (grouped(False), (48,)),
     "grouped queries, causal": (grouped(True), (48,)),
+    "by group": (by_group, (4, 8, 8)),
     # What follows the first -1 does not count.
     "multilabel": (lambda x: F.multilabel_margin_loss(x, LABELS, reduction="none"), (3, 4)),
     "multilabel, one": (lambda x: F.multilabel_margin_loss(x, LABELS[0]), (4,)),
@@ -183,6 +190,14 @@ def test_an_operation_of_special_values_is_that_of_torch(f):
     x, y = torch.cartesian_prod(special, special).unbind(1)
     with jax.enable_x64(True):
         np.testing.assert_allclose(to_jax(f)(*arrays((x, y))), f(x, y), rtol=1e-12)
+
+
+def test_a_product_by_group_is_that_of_each_example():
+    loss = to_jax(lambda x: by_group(x).square().sum())
+    x = arrays(drawn(2, 4, 8, 8))
+    assert_close(jax.vmap(jax.grad(loss))(x)[1], jax.grad(loss)(x[1]))
+    with torch.autocast("cpu", torch.bfloat16):  # as torch's, which is no operation of autocast
+        assert to_jax(by_group)(x[0]).dtype == jnp.float32
 
 
 def test_a_product_of_segments_has_a_gradient_at_zero():
