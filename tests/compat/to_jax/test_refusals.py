@@ -146,6 +146,19 @@ def test_a_value_that_the_tracer_lost_is_refused():
     check(trace(lambda x, y: (torch.sin(x), [y * 2])[1], [SPEC, SPEC]))
 
 
+def test_what_a_hook_records_in_a_layer_is_refused_where_layers_are_scanned():
+    class Recorded(torch.nn.Sequential):
+        def forward(self, x):
+            seen = []
+            with self[0][1].register_forward_hook(lambda *args: seen.append(args[-1])):
+                return super().forward(x), seen[0]
+
+    layers = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()) for _ in range(2))
+    params, fn = to_jax(Recorded(*layers), scan="[01]")
+    with pytest.raises(LoweringError, match="a layer of scan=, gives it away .* output_attentions"):
+        fn(params, jnp.ones((3, 2)))
+
+
 class Lazy(torch.nn.Module):
     table = None
 
