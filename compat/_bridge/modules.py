@@ -46,8 +46,12 @@ def function_of(
 
     def call(params: Tensors, /, *args: Any, **kwargs: Any) -> Any:
         _check(module, params, names, "params")
+        given = _places(module, params, type(module).__name__)
+        state = {place: params[name] for place, name in given.items()}
         with _as_regions(module, layers):
-            return torch.func.functional_call(module, params, args, kwargs)
+            out = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+        params |= {name: state[place] for place, name in given.items()}  # buffers may be others
+        return out
 
     call.__name__ = call.__qualname__ = type(module).__name__
     return call
@@ -80,6 +84,28 @@ def _check(module: torch.nn.Module, state: Any, names: set[str], first: str) -> 
     if unknown := sorted(state.keys() - names):
         said = f"{unknown[0]!r} is no name of a parameter or buffer; those are {sorted(names)}"
         raise ValueError(f"to_jax({name}): {said}")
+
+
+def _places(module: torch.nn.Module, state: Tensors, name: str) -> dict[str, str]:
+    """Where the tensors of ``state`` are in a module, each place once, and by what name given.
+
+    torch's own look-up of what is tied leaves a module broken that is in two places itself.
+    """
+    own = dict(module.named_parameters(remove_duplicate=False))
+    own |= dict(module.named_buffers(remove_duplicate=False))
+    places: dict[int, dict[Any, str]] = {}
+    for place, tensor in own.items():
+        owner, _, attribute = place.rpartition(".")
+        places.setdefault(id(tensor), {}).setdefault(
+            (module.get_submodule(owner), attribute), place
+        )
+    given: dict[str, str] = {}
+    for n in state:
+        for place in places[id(own[n])].values() if n in own else [n]:
+            if n != (first := given.setdefault(place, n)):
+                said = f"{first!r} and {n!r} are tied, one parameter: give one of them"
+                raise ValueError(f"to_jax({name}): {said}")
+    return given
 
 
 @contextmanager

@@ -61,10 +61,10 @@ def lift_constants(
         if fake and not (known is not None and known(tensor)):
             used = ", ".join(f"{u.target}{at_source(u)}" for u in node.users)
             raise LoweringError(
-                f"the tracer lost track of a value that depends on the inputs ({used} uses it): code"
-                " that can't be seen made it (compute it by operations of torch, or by from_jax(g)),"
-                " or a region, or a layer of scan=, gives it away otherwise than by return (leave out"
-                " what hooks record there: output_attentions, output_router_logits)"
+                f"the tracer lost track of a value that depends on the inputs ({used} uses it):"
+                " code that can't be seen made it (compute it by operations of torch, or by"
+                " from_jax(g)), or a region, or a layer of scan=, gives it away otherwise than by"
+                " return (leave out what hooks record: output_attentions, output_router_logits)"
             )
         if id(tensor) not in lifted:
             with graph.inserting_after(last) if last else graph.inserting_before(None):

@@ -36,7 +36,7 @@ from functx import _torch as engine
 from functx._errors import LoweringError
 from functx._validate import has_derivatives
 from functx.compat._to_jax.rules.table import decompositions, lookup
-from functx.compat._to_jax.source_lines import at_line, note_source
+from functx.compat._to_jax.source_lines import at_line, note_source, warn
 from functx.compat._to_jax.trace.composites import RECURRENT, REPLACED, layer_by_layer, stacked
 from functx.compat._to_jax.trace.functions import within
 from functx.compat._to_jax.trace.known_values import READS, KnownValues
@@ -135,7 +135,7 @@ class Tape:
     def __init__(self, kept: bool) -> None:
         self._kept = kept
         self._inputs: dict[int, torch.Tensor] = {}
-        self._around = saved_tensors_hooks()
+        self._around, self._told = saved_tensors_hooks(), False
         self.detaches = 0  # how many calls of ``detach`` by the user are under way
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -188,6 +188,12 @@ class Tape:
         if hooks is None or hooks == self._around:
             return
         module = str(getattr(hooks[0], "__module__", None))
+        if module == "torch.utils.checkpoint" and not self._told:
+            self._told = True
+            warn(
+                "the JAX function keeps what torch.utils.checkpoint recomputes: take"
+                " functx.apply_remat, functx.checkpoint or functx.patch_checkpoint in its place"
+            )
         if module == "torch.utils.checkpoint" or module.partition(".")[0] == "functx":
             return
         taped: list[bool] = []

@@ -172,3 +172,22 @@ def test_what_is_no_state_of_the_module_is_refused():
     with pytest.raises(TypeError, match=r"called as fn\(params, buffers, \*args"):
         fn(params, x)
     assert fn({**params}, buffers, x)[0].shape == (4, 3)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_shared_is_one_parameter_by_any_of_its_names(whole):
+    """A module that is in two places, or a parameter of two modules."""
+    first, second, x = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.ones(4, 3)
+    second.weight = first.weight
+    net = torch.nn.Sequential(first, torch.nn.Tanh(), first if whole else second)
+    expected, own = net(x), first.weight
+    params, fn = to_jax(net)
+    renamed = {name.replace("0.weight", "2.weight"): p for name, p in params.items()}
+    for state in (params, renamed):
+        assert_close(fn(state, arrays(x)), expected)
+    assert first.weight is own  # torch.func.functional_call leaves its argument there
+    gradient = jax.grad(lambda p: fn(p, arrays(x)).sum())(params)
+    expected.sum().backward()
+    assert_close(gradient, {name: p.grad for name, p in net.named_parameters()})
+    with pytest.raises(ValueError, match=r"'0\.weight' and '2\.weight' are tied, one parameter"):
+        fn(arrays(net.state_dict()), arrays(x))

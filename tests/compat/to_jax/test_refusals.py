@@ -155,7 +155,7 @@ def test_what_a_hook_records_in_a_layer_is_refused_where_layers_are_scanned():
 
     layers = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()) for _ in range(2))
     params, fn = to_jax(Recorded(*layers), scan="[01]")
-    with pytest.raises(LoweringError, match="a layer of scan=, gives it away .* output_attentions"):
+    with pytest.raises(LoweringError, match=r"a layer of scan=, .* output_attentions"):
         fn(params, jnp.ones((3, 2)))
 
 

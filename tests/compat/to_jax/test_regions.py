@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from cases import identity
 from jax.extend import core
 from references import count
@@ -256,3 +257,16 @@ def test_the_comparison_can_fail():
     least = sum((counts("grad", seed, torch, functx.remat) for seed in range(12)), Counter())
     assert ours["mm"] > least["mm"]
     assert ours["sin"] > least["sin"]
+
+
+def test_torch_s_checkpoint_is_no_region_and_warns_once():
+    def f(x):
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
+        return x.sum()
+
+    with pytest.warns(UserWarning, match=r"keeps what torch\.utils\.checkpoint") as told:
+        assert "remat" not in str(jax.make_jaxpr(to_jax(f))(jnp.ones(2)))
+    assert len(told) == 1
+    with functx.patch_checkpoint():
+        assert str(jax.make_jaxpr(to_jax(f))(jnp.ones(2))).count("remat") == 2
