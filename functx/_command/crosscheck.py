@@ -12,8 +12,6 @@ from typing import Any
 
 from functx._command.target import CommandError, add_options, found, literal, status, write
 
-AGREE, DISAGREE = 0, 1
-
 DESCRIPTION = """\
 Run a torch function or module and its derivatives in torch and in JAX, and compare: values,
 gradients, bytes kept by remat regions, products recomputed, memory. Where numbers differ, the first
@@ -89,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     problems = report.problems()
     for problem in problems:
         print(f"functx crosscheck: {problem}", file=sys.stderr)
-    return DISAGREE if problems else AGREE
+    return int(bool(problems))
 
 
 def _report(options: argparse.Namespace) -> Any:

@@ -231,12 +231,13 @@ def find(name: str) -> tuple[Any, Any, dict[str, Any]]:
         ValueError: None was found that runs; with the first reason.
     """
     wanted = getattr(transformers, name, None) if name not in CONFIG_MAPPING else None
-    if wanted is not None:
-        name = wanted.config_class.model_type
+    if own := getattr(wanted, "config_class", None):
+        name = own.model_type
     elif name not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(name, TYPES, cutoff=0.5)
+        classes = (n for n in dir(transformers) if re.search("For[A-Z]|Model$", n))
+        near = difflib.get_close_matches(name, [*TYPES, *classes], cutoff=0.5)
         hint = f"; near are {', '.join(near)}" if near else ""
-        raise LookupError(f"transformers has no model type and no class {name!r}{hint}")
+        raise LookupError(f"transformers has no model type and no class of models {name!r}{hint}")
     reasons: list[Exception] = []
     for options in ({}, {"fill": True}, {"fill": True, "scale": 4}):
         try:
@@ -290,7 +291,9 @@ def loss_of(name: Any, remat: Any = None, prepare: Any = None) -> tuple[Any, tup
     sizes = {n: t for n, t in inputs.items() if n not in given}
 
     def loss_of_model(params: Any, inputs: Any) -> torch.Tensor:
-        return loss(torch.func.functional_call(model, params, (), sizes | inputs))
+        rank = {n: t.ndim for n, t in given.items() if _tree.is_tensor(t)}  # of a batch
+        batch = {n: t[None] if t.ndim < rank[n] else t for n, t in inputs.items() if n in rank}
+        return loss(torch.func.functional_call(model, params, (), sizes | inputs | batch))
 
     loss_of_model.__name__ = loss_of_model.__qualname__ = cls.__name__
     return loss_of_model, (params, given)

@@ -254,7 +254,9 @@ def test_files_are_written(folder, capsys):
         (["net_to_check.py:missing", "--args", "float32[3]"], "net_to_check.py:22 in missing"),
         (["net_to_check:norm", "--args", "float32[4,3]"], "net = Net().eval()"),
         (["net_to_check:loss", "--transforms", "vmap(grad)"], "needs in_dims (--in-dims)"),
-        (["hf:lama"], "no model type and no class 'lama'; near are llama"),
+        (["hf:lama"], "no model type and no class of models 'lama'; near are llama"),
+        (["hf:BertForMaskedLMs"], "near are BertForMaskedLM"),
+        (["hf:BertTokenizer"], "no class of models 'BertTokenizer'"),
     ],
 )
 def test_what_can_not_be_compared_is_status_2(arguments, message, folder, capsys):
@@ -264,6 +266,12 @@ def test_what_can_not_be_compared_is_status_2(arguments, message, folder, capsys
     assert message in captured.err
     assert "TRACEBACK" not in captured.err
     assert captured.out == ""
+
+
+def test_a_model_type_is_compared_by_example(capsys):
+    pytest.importorskip("transformers")
+    assert run("hf:bert", "--transforms", "vmap(grad)", "--in-dims", "None,0") == 0
+    assert "vmap(grad): distance from float64" in capsys.readouterr().out
 
 
 def test_a_model_type_that_can_not_be_made_small_says_so(capsys, monkeypatch):
