@@ -51,11 +51,6 @@ def array_from_torch(x: Tensor, what: str = "a tensor", held: jax.Array | None =
     Raises:
         LoweringError: for tensors without plain data (fake, meta, sparse, quantized, inside a
             functorch transform), and for values that JAX would narrow.
-
-    Example:
-        >>> import torch
-        >>> array_from_torch(torch.arange(3.0)).tolist()
-        [0.0, 1.0, 2.0]
     """
     values = _values(x, what)
     check_fits(values, what)
@@ -154,11 +149,6 @@ def tensor_from_jax(x: Any, device: torch.device | str | None = None) -> Tensor:
 
     Raises:
         LoweringError: for a traced array, which has no values yet, or a dtype that torch lacks.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> tensor_from_jax(jnp.ones(2))
-        tensor([1., 1.])
     """
     if isinstance(x, jax.core.Tracer):
         raise LoweringError(

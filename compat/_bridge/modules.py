@@ -16,11 +16,10 @@ from functx._validate import describe
 from functx.checkpoint_policies import everything_saveable
 from functx.compat._bridge.dlpack import array_from_torch
 
-Arrays = dict[str, jax.Array]
 Tensors = dict[str, Tensor]
 
 
-def state_of(module: torch.nn.Module) -> tuple[Arrays, Arrays]:
+def state_of(module: torch.nn.Module) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Parameters and buffers by name; of a tensor under several names only the first."""
     return (
         {n: array_from_torch(p, f"the parameter {n}") for n, p in module.named_parameters()},

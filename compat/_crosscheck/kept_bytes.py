@@ -95,12 +95,13 @@ def _kept(
     """
     seen: set[Buffer] = set()
     regions = []
-    for name, buffers in entered:
-        new = buffers - seen
+    for name, taken in entered:
+        new = taken - seen
         made = {b for b in new if _view(b) not in ours | outside}
         given = {b for b in new if _view(b) in ours}
-        regions.append(RegionResiduals(name, *map(_bytes, (made, given, made & integers))))
-        seen |= buffers
+        sizes = (sum(b[2] for b in buffers) for buffers in (made, given, made & integers))
+        regions.append(RegionResiduals(name, *sizes))
+        seen |= taken
     return Kept(
         sum(r.activations for r in regions),
         sum(r.arguments for r in regions),
@@ -108,10 +109,6 @@ def _kept(
         tuple(regions),
         integers=sum(r.integers for r in regions),
     )
-
-
-def _bytes(buffers: set[Buffer]) -> int:
-    return sum(buffer[2] for buffer in buffers)
 
 
 def kept_by_torch(

@@ -144,27 +144,13 @@ class Crosscheck(Printed):
         return {**asdict(self), "kept_equal": self.kept_equal, "agrees": self.agrees}
 
     def to_json(self, path: str | Path) -> Path:
-        """Write all figures to a file.
-
-        Args:
-            path: where to.
-
-        Returns:
-            The path.
-        """
+        """Write all figures to a file, and return its path."""
         path = Path(path)
         path.write_text(json.dumps(self.figures(), indent=2) + "\n")
         return path
 
     def to_html(self, path: str | Path) -> Path:
-        """Write a page with all figures that needs no other file.
-
-        Args:
-            path: where to.
-
-        Returns:
-            The path.
-        """
+        """Write a page with all figures that needs no other file, and return its path."""
         said = self.problems()
         if self.first is not None and self.first.source is not None:
             source = self.first.source

@@ -131,9 +131,7 @@ def to_jax(
     if buffers:
         raise ValueError("to_jax(f, buffers=True) is for modules: a function has no buffers")
     if not isinstance(scan, bool):
-        raise ValueError(
-            "to_jax(f, scan=WHERE) is for modules; of a function scan=True, of regions"
-        )
+        raise ValueError("to_jax(f, scan=WHERE) is for modules; a function takes scan=True")
     if isinstance(f, jax.Array | torch.Tensor) or not callable(f):
         raise TypeError(
             f"to_jax takes a torch function, module or exported program, not {type(f).__name__};"
@@ -185,8 +183,7 @@ class Lowered:
         if not self._rng:
             return None, args, kwargs
         if _is_key(kwargs.get("rng")):
-            kwargs = dict(kwargs)
-            return kwargs.pop("rng"), args, kwargs
+            return kwargs["rng"], args, {n: x for n, x in kwargs.items() if n != "rng"}
         if not args or not _is_key(args[0]):
             raise TypeError(
                 f"{self!r} takes a jax.random key, as its first argument or as rng=:"

@@ -59,25 +59,4 @@ from functx.compat.random._keys import split as split
 from functx.compat.random._keys import to_jax as to_jax
 from functx.compat.random._keys import wrap_key_data as wrap_key_data
 
-__all__ = [
-    "PRNGKey",
-    "bernoulli",
-    "bits",
-    "categorical",
-    "dropout",
-    "exponential",
-    "fold_in",
-    "from_jax",
-    "gumbel",
-    "key",
-    "key_data",
-    "normal",
-    "permutation",
-    "rademacher",
-    "randint",
-    "split",
-    "to_jax",
-    "truncated_normal",
-    "uniform",
-    "wrap_key_data",
-]
+__all__ = sorted(n for n in globals() if not n.startswith("_") and n != "annotations")
