@@ -102,8 +102,7 @@ def _places(module: torch.nn.Module, state: Tensors, name: str) -> dict[str, str
     for n in state:
         for place in places[id(own[n])].values() if n in own else [n]:
             if n != (first := given.setdefault(place, n)):
-                said = f"{first!r} and {n!r} are tied, one parameter: give one of them"
-                raise ValueError(f"to_jax({name}): {said}")
+                raise ValueError(f"to_jax({name}): {first!r} and {n!r} are tied: give one of them")
     return given
 
 

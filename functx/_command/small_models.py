@@ -238,7 +238,7 @@ def find(name: str) -> tuple[Any, Any, dict[str, Any]]:
         near = difflib.get_close_matches(name, [*TYPES, *classes], cutoff=0.5)
         hint = f"; near are {', '.join(near)}" if near else ""
         raise LookupError(f"transformers has no model type and no class of models {name!r}{hint}")
-    reasons: list[Exception] = []
+    reasons: list[Exception] = [ValueError("no class of models takes this configuration")]
     for options in ({}, {"fill": True}, {"fill": True, "scale": 4}):
         try:
             config = small(CONFIG_MAPPING[name](), **options)
@@ -250,11 +250,10 @@ def find(name: str) -> tuple[Any, Any, dict[str, Any]]:
                     reasons.append(error)
         except Exception as error:
             reasons.append(error)
-    if not reasons:
-        raise ValueError("no class of models takes this configuration")
+    reason = reasons[:2][-1]
     raise ValueError(
         "no model of this type, small, was found to run, with inputs that it takes"
-        f" ({type(reasons[0]).__name__}: {reasons[0]}); compare one that you make in a file"
+        f" ({type(reason).__name__}: {reason}); compare one that you make in a file"
     )
 
 

@@ -90,12 +90,10 @@ def stacked(data: Any) -> Any:
 
 
 def _grouped_mm(x: Tensor, weights: Tensor, offs: Any = None, **options: Any) -> Tensor:
-    """Each row by the matrix of its group, as one product: torch's takes only bfloat16 in a trace.
-
-    Of a row the entries for all other groups are zeros. Unlike ``ragged_dot``, it can be vmapped.
-    """
+    """Each row by the matrix of its group, all in one (torch's takes only bfloat16 in a trace)."""
     if x.ndim != 2 or weights.ndim != 3 or any(v is not None for v in options.values()):
         return grouped_mm(x, weights, offs, **options)
+    # Zeros in the place of all other groups; JAX's ragged_dot can't be vmapped.
     before = (torch.arange(len(x), device=x.device)[:, None] < offs).int()
     member = before.diff(dim=1, prepend=before[:, :1] * 0)[..., None]
     with torch.autocast(x.device.type, enabled=False):

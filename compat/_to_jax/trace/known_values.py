@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -32,8 +33,9 @@ class KnownValues:
 
     def __init__(self) -> None:
         self.reads: Reads = {}
-        # By id: the tensor, its value, and what is closed over that it depends on.
-        self._known: dict[int, tuple[Tensor, Tensor, Reads]] = {}
+        # By id: the tensor, which is not held (a region lets go of what is on its tape), its
+        # value, and what is closed over that it depends on.
+        self._known: dict[int, tuple[ref[Tensor], Tensor, Reads]] = {}
 
     def read(self, t: Tensor) -> Tensor | None:
         """A value that is known, for Python to read."""
@@ -69,7 +71,7 @@ class KnownValues:
             return
         values = [t for t in _tree.leaves(found[0]) if _tree.is_tensor(t)]
         sources = found[1] | (_UNSET if "empty" in func._schema.name else {})
-        self._known |= {id(t): (t, value, sources) for t, value in zip(outs, values)}
+        self._known |= {id(t): (ref(t), value, sources) for t, value in zip(outs, values)}
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Reads] | None:
         leaves, spec = _tree.flatten((args, kwargs))
@@ -89,14 +91,16 @@ class KnownValues:
         except RuntimeError:  # of an operation that can't be made for real
             return None
 
-    def _find(self, t: Tensor) -> tuple[Tensor, Tensor, Reads] | None:
+    def _find(self, t: Tensor) -> tuple[ref[Tensor], Tensor, Reads] | None:
         plain = not isinstance(t, FakeTensor) and type(t) in (Tensor, torch.nn.Parameter)
-        if plain and id(t) not in self._known and t.numel() <= _LARGEST and t.device.type != "meta":
+        found = self._known.get(id(t))
+        found = found if found and found[0]() is t else None
+        if plain and not found and t.numel() <= _LARGEST and t.device.type != "meta":
             with engine.without_dispatch_modes(), torch.no_grad():
                 if not is_functorch_wrapped(t):
                     value = t.detach().clone()
-                    self._known[id(t)] = t, value.clone(), {id(t): (t, value)}
-        return self._known.get(id(t))
+                    found = self._known[id(t)] = ref(t), value.clone(), {id(t): (t, value)}
+        return found
 
     def _noted(self, result: Any, sources: Reads) -> Any:
         self.reads |= sources

@@ -189,5 +189,19 @@ def test_what_is_shared_is_one_parameter_by_any_of_its_names(whole):
     gradient = jax.grad(lambda p: fn(p, arrays(x)).sum())(params)
     expected.sum().backward()
     assert_close(gradient, {name: p.grad for name, p in net.named_parameters()})
-    with pytest.raises(ValueError, match=r"'0\.weight' and '2\.weight' are tied, one parameter"):
+    with pytest.raises(ValueError, match=r"'0\.weight' and '2\.weight' are tied: give one"):
         fn(arrays(net.state_dict()), arrays(x))
+
+
+@pytest.mark.parametrize("scan", [False, "[01]"])
+def test_a_parameter_that_is_left_out_is_the_module_s_own(scan):
+    """Frozen, say; in a region too, where it is a leaf of the region's own tape."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)))
+    params, fn = to_jax(functx.apply_remat(net, "1") if not scan else net, scan=scan)
+    trained = {name: p for name, p in params.items() if name.startswith("1.")}
+    x = torch.randn(4, 3)
+    gradient = jax.grad(lambda p: fn(p, arrays(x)).sum())(trained)
+    net(x).sum().backward()
+    own = dict(net.named_parameters())
+    assert_close(gradient, {name: own[name].grad for name in trained}, rtol=1e-5)
+    assert_close(to_jax(functx.remat(net))[1]({}, arrays(x)), net(x))
