@@ -42,6 +42,7 @@ HEADING = "## What came of it\n"
 KNOWN = {
     "blt": "it takes patches by the values of their entropies (`modeling_blt.py:965`)",
     "flaubert": "it compares lengths of its inputs with an assert (`modeling_flaubert.py:824`)",
+    "fsmt": "it asks whether its mask hides anything (`modeling_fsmt.py:266`)",
     "higgs_audio_v2": "it takes rows by a mask of its inputs (`modeling_higgs_audio_v2.py:255`)",
     "jetmoe": "tokens are split by how many go to each expert (`modeling_jetmoe.py:195`)",
     "levit": "in eval mode it keeps what it computed of its parameters at its first call, torch's",
@@ -49,6 +50,9 @@ KNOWN = {
     "musicgen_decoder": "it draws from Python's `random`, in eval mode too",
     "musicgen_melody_decoder": "it draws from Python's `random`, in eval mode too",
     "nystromformer": "where it is traced, transformers gives it a mask whose shape does not fit",
+    "recurrent_gemma": "it keeps the state of its recurrence in its modules at each call",
+    "slanet": "it stops where all rows have ended (`modeling_slanet.py:181`)",
+    "slanext": "it stops where all rows have ended (`modeling_slanext.py:589`)",
     "switch_transformers": "it converts its own weight to another dtype when it is called",
     "udop": "sizes depend on the values of its boxes (`modeling_udop.py:219`)",
     "univnet": "it draws noise, which JAX draws otherwise",
@@ -68,8 +72,8 @@ ENGINE = "([engine](engine.md))"
 UNUSED = "torch's recomputation: the last layer has a second result, which nothing uses"
 MORE_PRODUCTS = {
     ("forward", "torch"): "torch's forward: results that nothing reads; JAX's program has none",
-    ("recomputed", "torch"): "torch's recomputation: a region that reads zeros that it made, a "
-    f"first state, say, runs again as a whole {ENGINE}",
+    ("recomputed", "torch"): "torch's recomputation: what comes before the last reader of memory "
+    f"that a region made of zeros runs again {ENGINE}",
     ("unused", "torch"): UNUSED,
     ("backward", "torch"): "torch's backward: its fused kernels of attention compute scores again",
     ("forward", "JAX"): "JAX's forward: resizing and adaptive pooling are products with matrices",

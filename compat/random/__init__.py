@@ -36,8 +36,6 @@ Example:
             [0., 0., 2., 2.]])
 """  # noqa: E501  (a table row can't be broken)
 
-from __future__ import annotations
-
 from functx.compat.random._draws import bernoulli as bernoulli
 from functx.compat.random._draws import bits as bits
 from functx.compat.random._draws import dropout as dropout
@@ -58,5 +56,3 @@ from functx.compat.random._keys import key_data as key_data
 from functx.compat.random._keys import split as split
 from functx.compat.random._keys import to_jax as to_jax
 from functx.compat.random._keys import wrap_key_data as wrap_key_data
-
-__all__ = sorted(n for n in globals() if not n.startswith("_") and n != "annotations")
