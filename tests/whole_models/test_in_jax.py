@@ -88,7 +88,7 @@ def test_the_report_says_why_bytes_and_products_differ():
     assert "(a clone): `cloned` 2,048.\n" in report
     assert "gradient: equal in 1. There" in report
     assert "program has none: `unread` 2.\n" in report
-    assert "as a whole ([engine](engine.md)): `masked` 1.\n" in report
+    assert "zeros runs again ([engine](engine.md)): `masked` 1.\n" in report
     assert "derivatives of these: `cloned` 1.\n" in report
     assert "not looked into" not in report
 
