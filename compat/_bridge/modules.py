@@ -90,7 +90,7 @@ def _places(module: torch.nn.Module, state: Tensors, name: str) -> dict[str, str
 
     torch's own look-up of what is tied leaves a module broken that is in two places itself.
     """
-    own = dict(module.named_parameters(remove_duplicate=False))
+    own: Tensors = dict(module.named_parameters(remove_duplicate=False))
     own |= dict(module.named_buffers(remove_duplicate=False))
     places: dict[int, dict[Any, str]] = {}
     for place, tensor in own.items():

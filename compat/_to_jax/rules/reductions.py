@@ -57,7 +57,7 @@ def _extreme(find: Callable[..., Any], place: Callable[..., Any]) -> Callable[..
         equal = (x == out[..., None]) | jnp.isnan(x)
         # None is equal where XLA makes x twice and rounds in two ways: JAX's own would be 0 / 0.
         found = jax.nn.one_hot(place(x, -1), x.shape[-1], dtype=bool)
-        return out, jnp.mean(*tangents, -1, where=found | equal)
+        return out, jnp.mean(tangents[0], -1, where=found | equal)
 
     def extreme(x: Any, dim: Dims = None, keepdim: bool = False) -> Any:
         dims = axes(dim, x.ndim)
