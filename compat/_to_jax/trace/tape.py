@@ -82,6 +82,7 @@ _REQUIRES_GRAD, _IS_LEAF = _T.requires_grad.__get__, _T.is_leaf.__get__
 _GRAD_FN = _T.grad_fn.__get__
 _SETS = (_T.requires_grad_, _T.requires_grad.__set__)
 _HOOKS = (_T.register_hook, _T.register_post_accumulate_grad_hook)
+_OF_DATA = (torch.tensor, torch.as_tensor)
 ASKS = {_REQUIRES_GRAD, _IS_LEAF, _GRAD_FN, *_SETS, *_HOOKS, _T.retain_grad}
 WITHOUT_TAPE = ("does not require grad", "doesn't require gradient")
 """What torch says where a derivative is asked for of what is on no tape."""
@@ -221,7 +222,7 @@ class UserCalls(TorchFunctionMode):
         if func in READS and (value := self._known.read(args[0])) is not None:
             with engine.without_dispatch_modes():
                 return func(value, *args[1:], **(kwargs or {}))
-        if func in (torch.tensor, torch.as_tensor) and (data := stacked(*args[:1])) is not args[0]:
+        if func in _OF_DATA and args and (data := stacked(args[0])) is not args[0]:
             return torch.as_tensor(data, *args[1:], **(kwargs or {}))
         if func in RECURRENT:
             return layer_by_layer(func, *args)
