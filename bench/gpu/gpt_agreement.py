@@ -1,8 +1,8 @@
 """Claim: gradients with regions are those without, as near to float64 as JAX's, from as few bytes.
 
 The GPT of `bench.gpu.gpt` in float32 at full precision, two examples, by kernels that give the same
-bits each time. The same loss is written by
-hand in JAX. Distances are norms of the differences of all gradients, relative to the norm.
+bits each time. The same loss is written by hand in JAX. Distances are norms of the differences of
+all gradients, relative to the norm.
 """
 
 from __future__ import annotations

@@ -269,13 +269,13 @@ def leave_out(region: Region, record: Record, results: list[Tensor]) -> None:
         left_out = 0
         region.kept = saver.settled(live)
     blank = {m for i in record.blank if live[i] for m in record.entries[i].writes}
-    if not region.options.early_stop or record.blind or (blank and saver is not None):
-        live = None  # (what code reads that no mode sees is not known)
-    elif saver is None:
+    if blank and saver is None:
         last = max([0, *(i for i, e in enumerate(record.entries) if not blank.isdisjoint(e.reads))])
         live[:last] = b"\1" * last
-        if (at := live.find(0)) >= 0:
-            left_out = bisect_right(record.starts, at) - 1
+    if not region.options.early_stop or record.blind or (blank and saver is not None):
+        live = None  # (what code reads that no mode sees is not known)
+    elif saver is None and (at := live.find(0)) >= 0:
+        left_out = bisect_right(record.starts, at) - 1
     region.ran = Ran(record.entries, record.starts, live, left_out)
 
 
