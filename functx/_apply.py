@@ -56,7 +56,7 @@ class RegionForward:
         if self._is_marked and torch.is_grad_enabled():
             name = type(module).__name__
             args, kwargs = _without_cache(name, args, kwargs)
-            if module.training and getattr(module, "gradient_checkpointing", False):
+            if self._checkpoints_itself(module):
                 compiler.tell(
                     name,
                     "it is checkpointed by transformers too, so it runs once more than need be. "
@@ -68,9 +68,21 @@ class RegionForward:
     def _forward_of(self, module: nn.Module) -> Any:
         if self.own is not None:
             return self.own
+        forward = _submodules.without_own_checkpoint(type(module).forward)
         if torch.compiler.is_compiling():  # of a method, the compiler of torch 2.11 knows nothing
-            return functools.partial(type(module).forward, module)
-        return type(module).forward.__get__(module)
+            return functools.partial(forward, module)
+        return forward.__get__(module)
+
+    def _checkpoints_itself(self, module: nn.Module) -> bool:
+        """Whether transformers checkpoints a layer where this region can't leave that out.
+
+        A ``forward`` that the instance had calls that of the class, and older transformers
+        checkpoint in ``__call__``, around the region.
+        """
+        if not (module.training and getattr(module, "gradient_checkpointing", False)):
+            return False
+        forward = type(module).forward
+        return self.own is not None or forward is _submodules.without_own_checkpoint(forward)
 
     @property
     def __globals__(self) -> Any:

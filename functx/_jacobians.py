@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from functx import _norms, _remat, _tree, _validate
+from functx import _norms, _remat, _torch, _tree, _validate
 from functx._arrays import by_arguments
-from functx._reverse_mode import Pullback, record
+from functx._reverse_mode import Pullback, record, ways_out
 from functx._torch import compiler
 from functx._validate import Argnums, Randomness
 
@@ -134,7 +134,7 @@ def jacfwd(
     def transformed(*args: Any) -> Any:
         positions = _validate.resolve_argnums(argnums, len(args), "jacfwd")
         _validate.check_inputs(args, positions, "jacfwd(f)(*args)")
-        with _norms.around(args):
+        with ways_out(), _norms.around(args), _torch.RequiresGradAllowed():
             return of_torch(*args)
 
     return _remat.by_primals(transformed, "jacfwd")

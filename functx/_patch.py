@@ -15,7 +15,6 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from functx import _reverse_mode
 from functx._checkpoint import checkpoint
 from functx._torch import compiler
 
@@ -43,7 +42,6 @@ class Patch:
                 _exchange(torch_checkpoint, patched_checkpoint)
             elif _active == 0 < was:
                 _exchange(patched_checkpoint, torch_checkpoint)
-            _reverse_mode.allows_requires_grad = _active > 0
 
     def __enter__(self) -> Patch:
         self._put(True)

@@ -14,9 +14,11 @@ forward pass never saw, and its derivative would be silently zero.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,22 +29,23 @@ from functx._dead_wrappers import function_classes, unwrap_for_backward
 from functx._remat import made_inside, taken_in
 from functx._torch import compiler, gradient_edge
 
-# Whether functions may call ``requires_grad_``, as a hook of Hugging Face's does (`_patch`).
-allows_requires_grad = False
-
 _NO_HOOKS = (
     "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks, those of "
     "torch.utils.checkpoint and save_on_cpu. Use functx.patch_checkpoint() around a model that "
-    "checkpoints itself (and around Hugging Face's gradient_checkpointing_enable(), too); in your "
-    "own code functx.remat(f)(*args), or functx.checkpoint(f, *args); in place of save_on_cpu "
-    "functx.remat(f, policy=checkpoint_policies.offload(policy))."
+    "checkpoints itself; if apply_remat has made regions in it, switch its own checkpoints off "
+    "instead (gradient_checkpointing_disable(), in diffusers disable_gradient_checkpointing()). In "
+    "your own code use functx.remat(f)(*args), or functx.checkpoint(f, *args); in place of "
+    "save_on_cpu, functx.remat(f, policy=checkpoint_policies.offload(policy))."
 )
 # By words of an error of torch's: the way out.
 _WAYS_OUT = {
     "support saved tensor hooks": _NO_HOOKS,
     "_NoopSaveInputs": _NO_HOOKS,  # of checkpoint, under vmap, before torch 2.13
-    "Tensor.requires_grad_()": "If Hugging Face's gradient_checkpointing_enable() hung that hook: "
-    "model.disable_input_require_grads(); or do all under functx.patch_checkpoint().",
+    "Tensor.requires_grad_()": "functx's transforms allow requires_grad_(), but torch forbids it "
+    "again after a backward pass inside of the function. Use functx.grad there, in place of "
+    "torch.autograd.grad or torch.func.grad. If this is the hook of Hugging Face's "
+    "gradient_checkpointing_enable(), which transforms don't need, you can remove it: "
+    "model.disable_input_require_grads().",
     "override the setup_context": "If this is torch.utils.checkpoint with use_reentrant=True: call "
     "it under functx.patch_checkpoint(), or use functx.checkpoint.",
     "_scaled_dot_product_": "Fused attention has but first derivatives, in reverse mode: call it "
@@ -81,6 +84,10 @@ class Pullback:
             for out in outputs
         ]
         self._outputs_spec = spec
+
+    def is_zero(self) -> bool:
+        """Whether the recorded function depends on none of the inputs, as far as its tape goes."""
+        return all(edge is None for edge in self._edges or ())
 
     @compiler.uncompiled
     def __call__(
@@ -133,7 +140,12 @@ class Pullback:
         if not retain_graph:
             self._edges = None
         found: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        with ways_out(), _outside_inference_mode(), compiler.without_compiled_autograd():
+        with (
+            ways_out(),
+            _outside_inference_mode(),
+            compiler.without_compiled_autograd(),
+            _torch.RequiresGradAllowed(),  # puts the flag back, which the engine clears
+        ):
             if taped and inputs:
                 found = torch.autograd.grad(
                     [edge for edge, _ in taped],
@@ -208,10 +220,34 @@ def record(
         flat_output, spec = _tree.flatten(output)
         one = isinstance(argnums, int)
         pullback = Pullback(inputs[0] if one else inputs, flat_output, spec)
+        _check_nothing_lost(pullback, api)
         unwrap_for_backward(flat_output, classes)
         output, aux = _tree.map_(leave, output), _tree.map_(leave, aux)
         made_inside(made)
         return output, aux, pullback
+
+
+def _check_nothing_lost(pullback: Pullback, api: str) -> None:
+    """Looks for gradients that the function itself has dropped, which would come out as zeros."""
+    if not all(map(_requires_grad, pullback.inputs)):
+        raise RuntimeError(
+            f"{api}: the function has switched requires_grad off for an argument that is "
+            "differentiated, by requires_grad_(False) or by assignment, so its gradient would be "
+            "zeros. Leave it on, and differentiate with respect to fewer arguments (argnums=)."
+        )
+    # The engine clears the flag, and functx puts it back after backward passes of its own.
+    if not _torch.requires_grad_is_allowed() and pullback.is_zero():
+        warnings.warn(
+            f"{api}: all derivatives are zeros. The output depends on none of the differentiated "
+            "arguments, and the function has run a backward pass: without create_graph=True "
+            "its results are constants. Pass torch.autograd.grad(..., create_graph=True), or "
+            "call functx.grad in its place.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+_requires_grad = attrgetter("requires_grad")
 
 
 @contextmanager
@@ -225,6 +261,5 @@ def _outside_inference_mode() -> Iterator[None]:
 @contextmanager
 def _hooks_disabled() -> Iterator[None]:
     """No saved-tensor hooks inside: an error says what to use instead."""
-    allowed = _torch.allow_requires_grad(True) if allows_requires_grad else nullcontext()
-    with ways_out(), disable_saved_tensors_hooks(_NO_HOOKS), allowed:
+    with ways_out(), disable_saved_tensors_hooks(_NO_HOOKS), _torch.RequiresGradAllowed():
         yield

@@ -114,6 +114,17 @@ def is_marked_layer(module: nn.Module) -> bool:
     )
 
 
+def without_own_checkpoint(forward: Any) -> Any:
+    """The ``forward`` of a layer of transformers, without the checkpoint that is built into it.
+
+    transformers wraps the ``forward`` of each class of marked layers, and the wrapper checkpoints
+    if ``gradient_checkpointing_enable()`` was called. A region takes the place of that checkpoint.
+    """
+    module = getattr(forward, "__globals__", {}).get("__name__")
+    is_wrapper = module == "transformers.modeling_layers" and hasattr(forward, "__wrapped__")
+    return forward.__wrapped__ if is_wrapper else forward
+
+
 def _nothing(named: Named, where: Any, containers: Named) -> str:
     """Why there is nothing to make a region of, and what there is."""
     for name, module in containers:

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from functx import _norms, _tree, _validate
+from functx import _norms, _torch, _tree, _validate
 from functx._arrays import by_arguments, by_primals
 from functx._remat import made_inside, taken_in
 from functx._reverse_mode import record, ways_out
@@ -172,7 +172,7 @@ def jvp(
         return of_torch(primals, tangents)
     _validate.check_inputs((primals,), (0,), "jvp(f, primals, tangents)")
     primals, tangents = taken_in("jvp", (primals, tangents))
-    with ways_out(), _norms.around(primals):
+    with ways_out(), _norms.around(primals), _torch.RequiresGradAllowed():
         return made_inside(of_torch(primals, tangents))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -27,7 +28,15 @@ def vmap(
 ) -> Callable[P, R]:
     """Map a function over a dimension of its arguments: :func:`torch.func.vmap`."""
     use_mapped_masks()
-    mapped = torch.func.vmap(func, in_dims, out_dims, randomness, chunk_size=chunk_size)
+    of_torch = torch.func.vmap(func, in_dims, out_dims, randomness, chunk_size=chunk_size)
+
+    @functools.wraps(of_torch)
+    def mapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            return of_torch(*args, **kwargs)
+        with _torch.RequiresGradAllowed():
+            return of_torch(*args, **kwargs)
+
     return _remat.by_primals(mapped, "vmap")
 
 

@@ -157,7 +157,7 @@ class Captures(Listener):
         standin = self.inputs.admit(t)
         if standin is not t or self.number_of(standin) is None:
             self.know(standin, -1 - number)
-        if not (standin.requires_grad or levels.is_tracked(standin)):
+        if not levels.is_tracked(standin):
             self.constants.append(number)
         return number
 

@@ -103,6 +103,17 @@ def refused(message: str) -> RematError:
     return RematError(f"remat: at {line_now()}: {message}")
 
 
+def requires_grad_in_forward_mode(t: torch.Tensor) -> RematError:
+    """An input is on a tape of reverse mode at a level of forward mode, where regions have none."""
+    return refused(
+        f"a region inside of jvp is given a tensor of shape {tuple(t.shape)} that requires grad at "
+        "the level of jvp, and no gradient would flow through the region to it: requires_grad_() "
+        "was called on it, or on what it was computed from. Differentiate by functx.grad inside of "
+        "jvp. If it was the hook of Hugging Face's gradient_checkpointing_enable(), call "
+        "model.disable_input_require_grads()."
+    )
+
+
 def written(title: str, operands: Any) -> RematError:
     """An input with history is written in place."""
     shapes = [f" of shape {tuple(t.shape)}" for t in operands if isinstance(t, torch.Tensor)]

@@ -175,8 +175,12 @@ def rebased(t: Tensor, base: Tensor) -> Tensor:
 
 
 def is_tracked(t: Tensor) -> bool:
-    """Whether some level has ``t`` on its tape."""
-    while not t.requires_grad:
+    """Whether some level has ``t`` on its tape.
+
+    ``vmap`` has no tape: a mapped tensor requires grad only if `requires_grad_()` was called on it,
+    and nothing that is computed from it does.
+    """
+    while not t.requires_grad or _torch.is_batched(t):
         if level_of(t) <= 0:
             return False
         t = _torch.inner_of(t)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch
-from functx._remat import levels
+from functx._remat import departures, levels
 
 
 class Plans(dict[Any, Any]):
@@ -105,6 +105,8 @@ class Inputs:
             kind += t.shape, t.dtype, t.device, required
             return self._leaf(levels.detached(t), 0) if required else t
         frame = self.frames[k - 1]
+        if frame.kind is levels.JVP and t.requires_grad and _torch.level_of(t) == k:
+            raise departures.requires_grad_in_forward_mode(t)
         below, slot = frame.lower(t, k)
         self.slots[k].append(slot)
         kind.append(slot)

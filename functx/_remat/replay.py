@@ -8,7 +8,7 @@ those alive record what they need.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -159,7 +159,8 @@ def _attempt(
     _tell_apart(standins)
     standins = copied(standins, region.written)
     classes = function_classes() if level else ""
-    results, rerun = _body(region, standins, kept, live)
+    with _torch.RequiresGradAllowed() if frames else nullcontext():  # as in functx's transforms
+        results, rerun = _body(region, standins, kept, live)
     written: list[Tensor] = []
     if wanted is None:
         written = [levels.base_of(standins[i]) for i in region.written_outside()]

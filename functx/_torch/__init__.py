@@ -63,7 +63,10 @@ enter_grad, leave_grad = _F._grad_increment_nesting, _F._grad_decrement_nesting
 enter_vmap, leave_vmap = _F._vmap_increment_nesting, _F._vmap_decrement_nesting
 enter_functionalize, leave_functionalize = _F._func_increment_nesting, _F._func_decrement_nesting
 grad_level = _eager_transforms.grad_increment_nesting  # as a context
-allow_requires_grad = _eager_transforms.enable_inplace_requires_grad
+# torch refuses `requires_grad_()` inside a transform unless this flag of the thread is set. Entering
+# a level keeps the flag; each backward pass clears it, also for the code that called the backward.
+requires_grad_is_allowed = _F.get_inplace_requires_grad_allowed
+allow_requires_grad = _F.set_inplace_requires_grad_allowed
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
 cleared_interpreter_stack = _pyfunctorch.temporarily_clear_interpreter_stack
 enter_jvp_nesting = _eager_transforms.enter_jvp_nesting
@@ -81,6 +84,19 @@ wrap_batch, unwrap_batch = _F._add_batch_dim, _F._unwrap_batched
 sync = torch._sync  # applies the pending writes of a functional tensor
 wrap_functional, unwrap_functional = _F._wrap_functional_tensor, _F._unwrap_functional_tensor
 unwrap_if_dead = _F.unwrap_if_dead
+
+
+class RequiresGradAllowed:
+    """A context in which `requires_grad_()` may be called inside transforms."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = requires_grad_is_allowed()
+        allow_requires_grad(True)
+
+    def __exit__(self, *raised: object) -> None:
+        allow_requires_grad(self._before)
 
 
 class SingleLevelFunction(_SingleLevelFunction):
@@ -206,7 +222,7 @@ def alive(t: Any) -> Any:
 
 def require_grad(t: torch.Tensor) -> torch.Tensor:
     """``t.requires_grad_()``, also for a wrapper inside a transform."""
-    with allow_requires_grad(True):
+    with RequiresGradAllowed():
         return t.requires_grad_()
 
 

@@ -56,6 +56,18 @@ def test_levels_are_numbered_from_one_and_wrap_what_they_give_back():
     assert _torch.alive(wrapper) is t
 
 
+def test_a_backward_pass_clears_the_permission_to_call_requires_grad_():
+    """What `functx._reverse_mode` puts back after its own, and knows others' by."""
+    x = torch.ones(2)
+    with _torch.RequiresGradAllowed():
+        torch.func.vmap(lambda x: x.requires_grad_())(x)
+        assert _torch.requires_grad_is_allowed()
+        x.clone().requires_grad_().sum().backward()
+        assert not _torch.requires_grad_is_allowed()
+    with pytest.raises(RuntimeError, match="attempting to call Tensor.requires_grad_"):
+        torch.func.vmap(lambda x: x.requires_grad_())(x)
+
+
 def test_what_a_tape_saves_shows_in_the_count_of_its_storage():
     y = torch.ones(2, requires_grad=True) * 2
     before = _torch.storage_use_count(_torch.storage_address(y))

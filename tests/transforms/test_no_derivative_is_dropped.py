@@ -180,7 +180,6 @@ def test_a_region_is_differentiated_in_inference_mode(library, made_inside):
 CHECKPOINTS = {
     r"functx.remat\(.*functx.checkpoint\(": lambda x: checkpoint(torch.sin, x, use_reentrant=False),
     r"functx.patch_checkpoint\(\)": lambda x: checkpoint(torch.sin, x, use_reentrant=True),
-    r"disable_input_require_grads\(\)": lambda x: x.sin().requires_grad_(),
 }
 """What torch refuses of code that checkpoints itself, by the way out."""
 
