@@ -29,13 +29,14 @@ from functx._torch import compiler, gradient_edge
 
 # Whether functions may call ``requires_grad_``, as a hook of Hugging Face's does (`_patch`).
 allows_requires_grad = False
+# Whether `_patch` is in place, so that errors must not advise it.
+checkpoint_is_patched = False
 
 _NO_HOOKS = (
     "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks, those of "
     "torch.utils.checkpoint and save_on_cpu. Use functx.patch_checkpoint() around a model that "
-    "checkpoints itself (and around Hugging Face's gradient_checkpointing_enable(), too); in your "
-    "own code functx.remat(f)(*args), or functx.checkpoint(f, *args); in place of save_on_cpu "
-    "functx.remat(f, policy=checkpoint_policies.offload(policy))."
+    "checkpoints itself; in your own code functx.remat(f)(*args), or functx.checkpoint(f, *args); "
+    "in place of save_on_cpu functx.remat(f, policy=checkpoint_policies.offload(policy))."
 )
 # By words of an error of torch's: the way out.
 _WAYS_OUT = {
@@ -50,6 +51,19 @@ _WAYS_OUT = {
     "'workspace'": "vmap can't run the pullback of nn.LSTM on a CPU: functx.per_sample takes "
     "chunk_size=1; its gram and jacobian need torch.backends.mkldnn.flags(enabled=False) as well.",
 }
+_HOOKS_UNDER_PATCH = (
+    "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks. Under "
+    "functx.patch_checkpoint(), which is in place, torch.utils.checkpoint.checkpoint uses none, so "
+    "these are others. Those of torch.distributed._composable.checkpoint(module): use "
+    "functx.apply_remat(model, [module]) in its place, or checkpoint_wrapper(module) of "
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper. Those of save_on_cpu: use "
+    "functx.remat(f, policy=checkpoint_policies.offload(policy))."
+)
+_WAYS_OUT_UNDER_PATCH = {
+    **{words: note for words, note in _WAYS_OUT.items() if "patch_checkpoint" not in note},
+    "support saved tensor hooks": _HOOKS_UNDER_PATCH,
+    "_NoopSaveInputs": _HOOKS_UNDER_PATCH,
+}
 
 
 @contextmanager
@@ -59,7 +73,8 @@ def ways_out() -> Iterator[None]:
         yield
     except RuntimeError as error:
         said = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        for words, note in _WAYS_OUT.items():
+        notes = _WAYS_OUT_UNDER_PATCH if checkpoint_is_patched else _WAYS_OUT
+        for words, note in notes.items():
             if words in said and note not in said:
                 error.add_note(note)
         raise
@@ -226,5 +241,6 @@ def _outside_inference_mode() -> Iterator[None]:
 def _hooks_disabled() -> Iterator[None]:
     """No saved-tensor hooks inside: an error says what to use instead."""
     allowed = _torch.allow_requires_grad(True) if allows_requires_grad else nullcontext()
-    with ways_out(), disable_saved_tensors_hooks(_NO_HOOKS), allowed:
+    message = _HOOKS_UNDER_PATCH if checkpoint_is_patched else _NO_HOOKS
+    with ways_out(), disable_saved_tensors_hooks(message), allowed:
         yield
