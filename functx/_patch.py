@@ -1,20 +1,17 @@
 """`patch_checkpoint`: third-party code that calls ``torch.utils.checkpoint`` runs on functx.
 
-Modules hold ``torch.utils.checkpoint.checkpoint`` under names of their own. A patch puts functx's
-in its place wherever a loaded module has it, and the end of the patch puts torch's back wherever a
-module has functx's: those that were imported meanwhile are covered too.
+torch's function stays the same object, so it does not matter where code has stored it: under a name
+of a module's own, in a partial, in a closure. While a patch is in place, calls of that object run
+functx's implementation. ``torch.compile`` knows the object and never looks into it, so compiled
+code is the same with and without a patch.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
 import threading
-from types import ModuleType
 from typing import Any
 
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-
+from functx import _reverse_mode
 from functx._checkpoint import checkpoint
 from functx._torch import compiler
 
@@ -39,9 +36,10 @@ class Patch:
             was, _active = _active, _active + on - self._on
             self._on = on
             if was == 0 < _active:
-                _exchange(torch_checkpoint, patched_checkpoint)
+                compiler.replace_checkpoint(patched_checkpoint)
             elif _active == 0 < was:
-                _exchange(patched_checkpoint, torch_checkpoint)
+                compiler.replace_checkpoint(None)
+            _reverse_mode.checkpoint_is_patched = _active > 0
 
     def __enter__(self) -> Patch:
         self._put(True)
@@ -54,17 +52,25 @@ class Patch:
 def patch_checkpoint() -> Patch:
     """Make code that calls ``torch.utils.checkpoint`` use functx instead, in the whole process.
 
-    Replaces ``checkpoint`` in ``torch.utils.checkpoint`` and in each loaded module that imported it
-    by name; torch's ``checkpoint_sequential`` and FSDP's checkpoint wrapper call it there. Calls
-    mean what they mean to `functx.checkpoint`. Code that ``torch.compile`` compiles keeps the
-    compiler's own implementation.
+    Each call of torch's function runs `functx.checkpoint`, no matter under which name, in which
+    partial or since when code holds the function: models of Hugging Face that were enabled before,
+    torch's ``checkpoint_sequential``, FSDP's ``checkpoint_wrapper``. Calls mean what they mean to
+    `functx.checkpoint`.
 
-    A function that was stored elsewhere before stays torch's: call Hugging Face's
-    ``gradient_checkpointing_enable`` while the patch is in place, as it stores a partial. It also
-    hangs a hook for the reentrant checkpoint on the embeddings, which calls ``requires_grad_``:
-    torch refuses that in `grad` and the like, but not where the patch is in place. A backward
-    pass may come after the patch, unless checkpoints are nested: a replay has to find the inner
-    ones as the forward did, else it raises `ReplayError`.
+    What ``torch.compile`` compiles, and what ``torch.export`` and ``torch.jit.trace`` make, is the
+    same as without the patch: the compiler recomputes by its own means, and code compiled under the
+    patch may be used after it, and the other way round. (Gradients of torch.func *inside* of
+    compiled code, which torch refuses around a checkpoint, use functx.)
+
+    ``torch.distributed._composable.checkpoint`` stays torch's: it works by hooks around a module,
+    which transforms refuse. Use ``checkpoint_wrapper`` or `functx.apply_remat` in its place.
+
+    Hugging Face's ``gradient_checkpointing_enable`` also hangs a hook for the reentrant checkpoint
+    on the embeddings, which calls ``requires_grad_``. torch.func refuses that; functx's transforms
+    allow it, with and without the patch.
+
+    A backward pass may come after the patch, unless checkpoints are nested: a replay has to find
+    the inner ones as the forward did, else it raises `ReplayError`.
 
     The patch is in place when this returns; patches may nest, across threads too, and the last to
     be undone puts torch's function back.
@@ -72,6 +78,9 @@ def patch_checkpoint() -> Patch:
     Returns:
         A handle: use it in a ``with`` block, or call its ``undo()``, or drop it and leave the patch
         in place for good.
+
+    Raises:
+        RuntimeError: another library has put a function of its own in the place of torch's.
 
     Example:
         >>> import torch, functx
@@ -82,27 +91,14 @@ def patch_checkpoint() -> Patch:
         tensor([[1., 1., 1.],
                 [1., 1., 1.]])
     """
+    compiler.check_checkpoint()
     return Patch()
 
 
-def _exchange(old: Any, new: Any) -> None:
-    """Wherever a module has ``old``, it has ``new`` from now on, but for this module."""
-    for module in [*sys.modules.values()]:
-        if isinstance(module, ModuleType) and module.__name__ not in _OWN:
-            names = vars(module)
-            for name in [name for name, value in [*names.items()] if value is old]:
-                names[name] = new
-
-
-_OWN = {__name__, checkpoint.__module__, "functx._remat.call"}
-
-
-def patched_checkpoint(function: Any, *args: Any, **options: Any) -> Any:
-    """What is called in place of ``torch.utils.checkpoint.checkpoint``."""
-    if compiler.in_plain_graph():
-        return torch_checkpoint(function, *args, **options)
-    return checkpoint(function, *args, **options)
-
-
-# The compiler tells options from arguments of the function by it.
-patched_checkpoint.__signature__ = inspect.signature(torch_checkpoint)  # type: ignore[attr-defined]
+@compiler.uncompiled
+def patched_checkpoint(*args: Any, **options: Any) -> Any:
+    """What a call of ``torch.utils.checkpoint.checkpoint`` runs while a patch is in place."""
+    if compiler.checkpoint_is_of_a_graph() or not (args or "function" in options):
+        # (Without a function, torch 2.14 returns a decorator.)
+        return compiler.own_checkpoint()(*args, **options)
+    return checkpoint(*args, **options)

@@ -29,6 +29,9 @@ from functx._dead_wrappers import function_classes, unwrap_for_backward
 from functx._remat import made_inside, taken_in
 from functx._torch import compiler, gradient_edge
 
+# Whether `_patch` is in place, so that errors must not advise it.
+checkpoint_is_patched = False
+
 _NO_HOOKS = (
     "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks, those of "
     "torch.utils.checkpoint and save_on_cpu. Use functx.patch_checkpoint() around a model that "
@@ -53,6 +56,20 @@ _WAYS_OUT = {
     "'workspace'": "vmap can't run the pullback of nn.LSTM on a CPU: functx.per_sample takes "
     "chunk_size=1; its gram and jacobian need torch.backends.mkldnn.flags(enabled=False) as well.",
 }
+_HOOKS_UNDER_PATCH = (
+    "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks. Under "
+    "functx.patch_checkpoint(), which is in place, torch.utils.checkpoint.checkpoint uses none, so "
+    "these are others. Those of torch.distributed._composable.checkpoint(module): use "
+    "functx.apply_remat(model, [module]) in its place, or checkpoint_wrapper(module) of "
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper. Those of save_on_cpu "
+    "(offload=True in transformers): use "
+    "functx.remat(f, policy=checkpoint_policies.offload(policy))."
+)
+_WAYS_OUT_UNDER_PATCH = {
+    **{words: note for words, note in _WAYS_OUT.items() if "patch_checkpoint" not in note},
+    "support saved tensor hooks": _HOOKS_UNDER_PATCH,
+    "_NoopSaveInputs": _HOOKS_UNDER_PATCH,
+}
 
 
 @contextmanager
@@ -62,7 +79,8 @@ def ways_out() -> Iterator[None]:
         yield
     except RuntimeError as error:
         said = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        for words, note in _WAYS_OUT.items():
+        notes = _WAYS_OUT_UNDER_PATCH if checkpoint_is_patched else _WAYS_OUT
+        for words, note in notes.items():
             if words in said and note not in said:
                 error.add_note(note)
         raise
@@ -261,5 +279,6 @@ def _outside_inference_mode() -> Iterator[None]:
 @contextmanager
 def _hooks_disabled() -> Iterator[None]:
     """No saved-tensor hooks inside: an error says what to use instead."""
-    with ways_out(), disable_saved_tensors_hooks(_NO_HOOKS), _torch.RequiresGradAllowed():
+    message = _HOOKS_UNDER_PATCH if checkpoint_is_patched else _NO_HOOKS
+    with ways_out(), disable_saved_tensors_hooks(message), _torch.RequiresGradAllowed():
         yield

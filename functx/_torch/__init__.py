@@ -63,8 +63,8 @@ enter_grad, leave_grad = _F._grad_increment_nesting, _F._grad_decrement_nesting
 enter_vmap, leave_vmap = _F._vmap_increment_nesting, _F._vmap_decrement_nesting
 enter_functionalize, leave_functionalize = _F._func_increment_nesting, _F._func_decrement_nesting
 grad_level = _eager_transforms.grad_increment_nesting  # as a context
-# torch refuses `requires_grad_()` inside a transform unless this flag of the thread is set. Entering
-# a level keeps the flag; each backward pass clears it, also for the code that called the backward.
+# torch refuses `requires_grad_()` inside a transform unless the thread has set this flag.
+# Entering a level keeps it. Each backward pass clears it, also for the code after the pass.
 requires_grad_is_allowed = _F.get_inplace_requires_grad_allowed
 allow_requires_grad = _F.set_inplace_requires_grad_allowed
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter

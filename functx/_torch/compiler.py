@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -238,3 +240,83 @@ def same_numbers(policy: Any = None) -> tuple[Any, Any]:
     forward, again = _checkpoint.create_selective_checkpoint_contexts(asked)
     # AOTAutograd, which traces, asks the policy that there is.
     return forward, again if _torch.tracing() else _Redrawn(again)
+
+
+# The decorator of torch's `checkpoint`, ``torch._disable_dynamo``, runs in each call what the
+# function that it decorates has in this attribute, and fills it itself where it is missing.
+_RUNS = "__dynamo_disable"
+_decorator: Any = inspect.unwrap(
+    _checkpoint.checkpoint,
+    stop=lambda f: _RUNS in getattr(getattr(f, "__code__", None), "co_consts", ()),
+)
+_checkpoint_body: Any = getattr(_decorator, "__wrapped__", None)
+
+
+class _BeforeTorch214:
+    __call__: Any = None
+
+
+# Since torch 2.14 ``checkpoint(use_reentrant=False)`` is a decorator, and makes objects of this
+# class, which call torch's implementation themselves.
+_Decorated: Any = getattr(_checkpoint, "_CheckpointedFunction", _BeforeTorch214)
+_replaced: list[tuple[Any, Any]] = []  # what torch had in the attribute, and in the class
+
+
+def check_checkpoint() -> None:
+    """Raise an error where `replace_checkpoint` would do nothing."""
+    if _checkpoint_body is None:
+        raise RuntimeError(
+            "functx.patch_checkpoint: torch.utils.checkpoint.checkpoint is "
+            f"{_decorator.__module__}.{_decorator.__qualname__}, which another library has put "
+            f"there before functx was imported, or which is new in torch {torch.__version__}; "
+            "functx can't replace it. Import functx before that library, or use "
+            "functx.apply_remat(model, ...)."
+        )
+
+
+@uncompiled
+def _call_decorated(decorated: Any, *args: Any, **kwargs: Any) -> Any:
+    """As torch calls an object that its `checkpoint` has made of a function, by `checkpoint`."""
+    function = functools.partial(decorated.function, **kwargs) if kwargs else decorated.function
+    return _decorator(function, *args, **decorated.checkpoint_kwargs)
+
+
+def replace_checkpoint(replacement: Callable[..., Any] | None) -> None:
+    """Let each call of ``torch.utils.checkpoint.checkpoint`` run ``replacement``.
+
+    ``None`` lets it run torch's own implementation again. The function itself stays what it is: the
+    compiler recognises it by its identity, and code may hold it under any name.
+    """
+    if replacement is not None:
+        _replaced.append((vars(_checkpoint_body).get(_RUNS), _Decorated.__call__))
+        runs, calls = replacement, _call_decorated
+    else:
+        runs, calls = _replaced.pop()
+    if runs is None:
+        delattr(_checkpoint_body, _RUNS)  # torch fills it in the next call
+    else:
+        setattr(_checkpoint_body, _RUNS, runs)
+    _Decorated.__call__ = calls
+
+
+@functools.cache
+def own_checkpoint() -> Callable[..., Any]:
+    """The implementation of `checkpoint` that torch runs where nothing replaces it."""
+    return torch.compiler.disable(_checkpoint_body)
+
+
+def checkpoint_is_of_a_graph() -> bool:
+    """Whether a call of `checkpoint` is torch's business, as asked by what replaces `checkpoint`.
+
+    While AOTAutograd traces the checkpoint operator of ``torch.compile``, the operator calls
+    ``torch.utils.checkpoint``, and what is traced there tells the partitioner what to recompute.
+    (With ``backend="eager"`` the operator runs as it is, and calls the same.) ``torch.export`` and
+    ``torch.jit.trace`` keep nothing of a checkpoint. Where torch's implementation would raise,
+    inside gradients of torch.func, the replacement does better in all of these.
+    """
+    caller = sys._getframe(2).f_back  # of the decorator, which has called the replacement
+    return (
+        (caller is not None and caller.f_globals.get("__name__") == "torch._higher_order_ops.wrap")
+        or torch.compiler.is_exporting()
+        or torch.jit.is_tracing()
+    ) and torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None

@@ -2,11 +2,15 @@
 
 import ast
 import importlib
+import sys
 
 import pytest
 import torch
+from torch._higher_order_ops import wrap
+from torch.utils.checkpoint import checkpoint
 
 from functx import _torch
+from functx._torch import compiler
 
 from . import house
 
@@ -64,7 +68,7 @@ def test_a_backward_pass_clears_the_permission_to_call_requires_grad_():
         assert _torch.requires_grad_is_allowed()
         x.clone().requires_grad_().sum().backward()
         assert not _torch.requires_grad_is_allowed()
-    with pytest.raises(RuntimeError, match="attempting to call Tensor.requires_grad_"):
+    with pytest.raises(RuntimeError, match=r"attempting to call Tensor\.requires_grad_"):
         torch.func.vmap(lambda x: x.requires_grad_())(x)
 
 
@@ -89,3 +93,25 @@ def test_a_detached_tensor_counts_its_writes_with_the_other():
     original, other = made[-1]
     original.add_(1)
     assert other._version == original._version
+
+
+def test_torch_s_checkpoint_runs_what_its_attribute_names_and_its_graph_operator_calls_it():
+    """`functx._torch.compiler.replace_checkpoint`, and how it knows calls of the operator."""
+    called = []
+
+    def replacement(*args, **options):
+        called.append(sys._getframe(2).f_globals["__name__"])
+        return args[0](*args[1:])
+
+    def body(x):
+        return (x.sin(),)
+
+    compiler.replace_checkpoint(replacement)
+    try:
+        checkpoint(body, torch.ones(2), use_reentrant=False)
+        graph = torch.fx.symbolic_trace(body)
+        wrap.tag_activation_checkpoint(graph, torch.ones(2))
+        wrap.wrap_activation_checkpoint(graph, torch.ones(2))
+    finally:
+        compiler.replace_checkpoint(None)
+    assert called == [__name__, wrap.__name__, wrap.__name__]

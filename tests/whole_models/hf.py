@@ -32,7 +32,7 @@ def sizes(text):
     return {key: int(value) for key, value in (pair.split("=") for pair in text.split())}
 
 
-def build(name, dropout=0.0, dtype=torch.float64, attention="eager"):
+def build(name, dropout=0.0, dtype=torch.float64, attention="eager", layers=None, **options):
     """A model in training mode, from a fixed seed."""
     import transformers
 
@@ -42,8 +42,10 @@ def build(name, dropout=0.0, dtype=torch.float64, attention="eager"):
     for key in vars(config):
         if key.endswith(("dropout", "dropout_prob", "pdrop", "dropout_rate", "layerdrop")):
             setattr(config, key, dropout)
-    for key, value in OPTIONS.get(name, {}).items():
+    for key, value in (OPTIONS.get(name, {}) | options).items():
         setattr(config, key, value)
+    if layers is not None:
+        config.num_hidden_layers = layers
     config._attn_implementation, config.use_cache = attention, True
     torch.manual_seed(0)
     return getattr(transformers, CLASSES[name])(config).to(dtype).train()
@@ -88,8 +90,6 @@ def build_unet():
 def checkpointed(model, way):
     """``model``, checkpointed, and the context to use it in."""
     if way == "patch":
-        with functx.patch_checkpoint():
-            model.gradient_checkpointing_enable()
-        model.disable_input_require_grads()  # for the reentrant checkpoint; no transform allows it
+        model.gradient_checkpointing_enable()
         return model, functx.patch_checkpoint()
     return functx.apply_remat(model, "gradient_checkpointing"), torch.enable_grad()

@@ -193,7 +193,8 @@ class Tape:
             self._told = True
             warn(
                 "the JAX function keeps what torch.utils.checkpoint recomputes: take"
-                " functx.apply_remat, functx.checkpoint or functx.patch_checkpoint in its place"
+                " functx.apply_remat or functx.checkpoint in its place, or functx.patch_checkpoint"
+                " (which changes nothing for torch.distributed._composable.checkpoint)"
             )
         if module == "torch.utils.checkpoint" or module.partition(".")[0] == "functx":
             return
