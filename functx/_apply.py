@@ -127,8 +127,9 @@ def apply_remat(
             - a predicate ``(name, module) -> bool``, or ``(module) -> bool``,
             - modules of the model themselves,
             - ``"gradient_checkpointing"``: the layers that Hugging Face transformers or diffusers
-              would checkpoint, in place of ``gradient_checkpointing_enable()``; as there, a cache
-              of keys and values that is empty is not used while a derivative is taken,
+              would checkpoint, in place of ``gradient_checkpointing_enable()`` (if that was called,
+              or is called later, each region takes the place of its layer's checkpoint); as there,
+              a cache of keys and values that is empty is not used while a derivative is taken,
             - or a list of these.
 
             Each has to match something. The model itself is not its own submodule. What matches

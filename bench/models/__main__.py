@@ -101,9 +101,7 @@ def _checkpointed(model, way):
     if way == "whole":
         return functx.remat(model, preserve_rng_state="all"), contextlib.nullcontext()
     if way == "patch":
-        with functx.patch_checkpoint():
-            model.gradient_checkpointing_enable()
-        model.disable_input_require_grads()  # for the reentrant checkpoint; no transform allows it
+        model.gradient_checkpointing_enable()
         return model, functx.patch_checkpoint()
     apart.with_regions(model)
     return model, contextlib.nullcontext()
