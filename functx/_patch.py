@@ -52,14 +52,14 @@ class Patch:
 def patch_checkpoint() -> Patch:
     """Make code that calls ``torch.utils.checkpoint`` use functx instead, in the whole process.
 
-    Each call of torch's function runs `functx.checkpoint`, no matter under which name, in which
-    partial or since when code holds the function: models of Hugging Face that were enabled before,
-    torch's ``checkpoint_sequential``, FSDP's ``checkpoint_wrapper``. Calls mean what they mean to
-    `functx.checkpoint`.
+    Each call of torch's function runs `functx.checkpoint`. It does not matter under which name or
+    in which partial code holds the function, nor whether it got it before the patch. So models of
+    Hugging Face that were enabled before are covered, as are torch's ``checkpoint_sequential`` and
+    FSDP's ``checkpoint_wrapper``. Calls mean what they mean to `functx.checkpoint`.
 
-    What ``torch.compile`` compiles, and what ``torch.export`` and ``torch.jit.trace`` make, is the
-    same as without the patch: the compiler recomputes by its own means, and code compiled under the
-    patch may be used after it, and the other way round. (Gradients of torch.func *inside* of
+    The patch does not change the graphs of ``torch.compile``, ``torch.export`` and
+    ``torch.jit.trace``. The compiler recomputes by its own means, and code that was compiled under
+    the patch may be used after it, and the other way round. (Gradients of torch.func *inside* of
     compiled code, which torch refuses around a checkpoint, use functx.)
 
     ``torch.distributed._composable.checkpoint`` stays torch's: it works by hooks around a module,
@@ -80,7 +80,7 @@ def patch_checkpoint() -> Patch:
         in place for good.
 
     Raises:
-        RuntimeError: another library has put a function of its own in the place of torch's.
+        RuntimeError: another library had replaced torch's function before functx was imported.
 
     Example:
         >>> import torch, functx
@@ -97,7 +97,7 @@ def patch_checkpoint() -> Patch:
 
 @compiler.uncompiled
 def patched_checkpoint(*args: Any, **options: Any) -> Any:
-    """What a call of ``torch.utils.checkpoint.checkpoint`` runs while a patch is in place."""
+    """Run in each call of ``torch.utils.checkpoint.checkpoint`` while a patch is in place."""
     if compiler.checkpoint_is_of_a_graph() or not (args or "function" in options):
         # (Without a function, torch 2.14 returns a decorator.)
         return compiler.own_checkpoint()(*args, **options)

@@ -310,9 +310,9 @@ def checkpoint_is_of_a_graph() -> bool:
 
     While AOTAutograd traces the checkpoint operator of ``torch.compile``, the operator calls
     ``torch.utils.checkpoint``, and what is traced there tells the partitioner what to recompute.
-    (With ``backend="eager"`` the operator runs as it is, and calls the same.) ``torch.export`` and
-    ``torch.jit.trace`` keep nothing of a checkpoint. Where torch's implementation would raise,
-    inside gradients of torch.func, the replacement does better in all of these.
+    With ``backend="eager"`` the operator runs untraced, and makes the same call. The graphs of
+    ``torch.export`` and ``torch.jit.trace`` keep nothing of a checkpoint. The exception for all of
+    these is inside gradients of torch.func: torch's implementation would raise there.
     """
     caller = sys._getframe(2).f_back  # of the decorator, which has called the replacement
     return (

@@ -95,7 +95,7 @@ WINGS = {
             *("functx._dead_wrappers", "functx._arrays", "functx._tree", "functx._validate"),
             *("functx._errors", "functx._lines", "functx"),
         ),
-        1_300,
+        1_320,
     ),
     "normalisations": (("functx._norms",), 150),
     "policies": (
@@ -123,7 +123,7 @@ WINGS = {
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
     "per_sample": (("functx.per_sample",), 2_500),
     "jit, graph": (("functx._jit", "functx.graph"), 1_366),
-    "private torch": (("functx._torch",), 860),
+    "private torch": (("functx._torch",), 870),
     "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_360),
     "compat": (("functx.compat",), 11_000),
 }
