@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from functx import _norms, _remat, _tree, _validate
+from functx import _distributed, _norms, _remat, _tree, _validate
 from functx._arrays import by_arguments
 from functx._reverse_mode import Pullback, record
 from functx._torch import compiler
@@ -134,7 +134,8 @@ def jacfwd(
     def transformed(*args: Any) -> Any:
         positions = _validate.resolve_argnums(argnums, len(args), "jacfwd")
         _validate.check_inputs(args, positions, "jacfwd(f)(*args)")
-        with _norms.around(args):
+        _distributed.check_forward_mode([args[n] for n in positions], "jacfwd(f)(*args)")
+        with _norms.around(args), _distributed.watching("jacfwd(f)(*args)"):
             return of_torch(*args)
 
     return _remat.by_primals(transformed, "jacfwd")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from functx import _norms, _torch, _tree, _validate
+from functx import _distributed, _norms, _torch, _tree, _validate
 from functx._dead_wrappers import function_classes, unwrap_for_backward
 from functx._remat import made_inside, taken_in
 from functx._torch import compiler, gradient_edge
@@ -37,13 +37,14 @@ _NO_HOOKS = (
     "own code functx.remat(f)(*args), or functx.checkpoint(f, *args); in place of save_on_cpu "
     "functx.remat(f, policy=checkpoint_policies.offload(policy))."
 )
+_OLD_FUNCTION = "override the setup_context"
 # By words of an error of torch's: the way out.
 _WAYS_OUT = {
     "support saved tensor hooks": _NO_HOOKS,
     "_NoopSaveInputs": _NO_HOOKS,  # of checkpoint, under vmap, before torch 2.13
     "Tensor.requires_grad_()": "If Hugging Face's gradient_checkpointing_enable() hung that hook: "
     "model.disable_input_require_grads(); or do all under functx.patch_checkpoint().",
-    "override the setup_context": "If this is torch.utils.checkpoint with use_reentrant=True: call "
+    _OLD_FUNCTION: "If this is torch.utils.checkpoint with use_reentrant=True: call "
     "it under functx.patch_checkpoint(), or use functx.checkpoint.",
     "_scaled_dot_product_": "Fused attention has but first derivatives, in reverse mode: call it "
     "under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).",
@@ -59,6 +60,10 @@ def ways_out() -> Iterator[None]:
         yield
     except RuntimeError as error:
         said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        if _distributed.is_of_dtensors(error):
+            said = said.replace(_OLD_FUNCTION, "")
+            if _distributed.NO_TRANSFORM not in said:
+                error.add_note(_distributed.NO_TRANSFORM)
         for words, note in _WAYS_OUT.items():
             if words in said and note not in said:
                 error.add_note(note)
@@ -81,6 +86,7 @@ class Pullback:
             for out in outputs
         ]
         self._outputs_spec = spec
+        self.watch: _distributed.Watch | None = None  # of what the function called
 
     @compiler.uncompiled
     def __call__(
@@ -102,6 +108,8 @@ class Pullback:
         gradients = self._pull(cotangents, retain_graph, create_graph)
         # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
         alive = [_torch.alive(gradient) for gradient in gradients]
+        if self.watch is not None and self.watch.met:
+            alive = _distributed.pulled_once(alive)
         return _tree.unflatten(self.inputs_spec, made_inside(alive))
 
     def feed(self, cotangents: Any, receive: Callable[[int, torch.Tensor], None]) -> None:
@@ -128,12 +136,17 @@ class Pullback:
                 "vjp_fn: the residuals are gone, because an earlier call passed "
                 "retain_graph=False; leave it out in all calls but the last"
             )
+        through_fsdp: Any = nullcontext()
+        if self.watch is not None and self.watch.met:
+            self.watch.check_pulled_back()
+            through_fsdp = _distributed.own_pullback()
         inputs = self.inputs
         taped = [(edge, c) for edge, c in zip(self._edges, flat) if edge is not None]
         if not retain_graph:
             self._edges = None
         found: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        with ways_out(), _outside_inference_mode(), compiler.without_compiled_autograd():
+        without_compiled = compiler.without_compiled_autograd()
+        with ways_out(), _outside_inference_mode(), without_compiled, through_fsdp:
             if taped and inputs:
                 found = torch.autograd.grad(
                     [edge for edge, _ in taped],
@@ -182,9 +195,12 @@ def record(
         _hooks_disabled(),
         _norms.around((args, kwargs), once=once),
         _outside_inference_mode(),
+        _distributed.watching(api) as watch,
         _torch.grad_level() as level,
         torch.enable_grad(),
     ):
+        if watch is not None:
+            watch.level = level
         made: list[torch.Tensor] = []
 
         def enter(leaf: Any) -> Any:
@@ -208,6 +224,7 @@ def record(
         flat_output, spec = _tree.flatten(output)
         one = isinstance(argnums, int)
         pullback = Pullback(inputs[0] if one else inputs, flat_output, spec)
+        pullback.watch = watch
         unwrap_for_backward(flat_output, classes)
         output, aux = _tree.map_(leave, output), _tree.map_(leave, aux)
         made_inside(made)
