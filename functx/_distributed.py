@@ -5,8 +5,8 @@ FSDP puts parameters of its own into the module in hooks around each forward, an
 it. Therefore:
 
 - A region goes inside such a module, never around it (rule 4).
-- Parameters that ``functional_call`` has put there are overwritten. Derivatives with respect to them
-  are silently zero, so a transform refuses them.
+- Parameters that ``functional_call`` has put there are overwritten. Derivatives with respect to
+  them are silently zero, so a transform refuses them.
 - The hooks can't run on the fake tensors of a trace. They would stay in the module, so a trace
   refuses the module before its hooks run.
 - A backward pass frees the parameters that the derivative of this backward pass reads; reading them
@@ -94,7 +94,7 @@ def refuse_sharded(module: nn.Module, api: str, names: Sequence[str] | None = No
         return
     if not any(isinstance(part, classes) for part in module.modules()):
         return
-    fsdp2, fsdp1 = classes
+    fsdp1 = classes[1]
     managed = {(id(owner), name) for owner, name in sharding.managed_parameters(module)}
     flat = [name for name, part in module.named_modules() if isinstance(part, fsdp1)]
     places = dict(module.named_modules(remove_duplicate=False))
@@ -244,8 +244,8 @@ _TWICE = (
     "a gradient that was pulled back through a module of fully_shard (FSDP2) is differentiated in "
     "reverse mode. FSDP has freed the parameters that this reads, and torch would end the process. "
     "Use forward mode over reverse mode, functx.jvp(functx.grad(f), ...) or functx.hessian(f), and "
-    "functx.jvp(f, ...) in place of functx.linearize; or keep the whole module in every process. If the gradient is to be a constant, take it under "
-    "torch.no_grad() or detach it."
+    "functx.jvp(f, ...) in place of functx.linearize; or keep the whole module in every process. "
+    "If the gradient is to be a constant, take it under torch.no_grad() or detach it."
 )
 _own_pullbacks: list[None] = []  # that run now
 
@@ -292,11 +292,11 @@ class _PulledOnce(torch.autograd.Function):
 
 
 _NO_SECOND = (
-    "a gradient that was pulled back through DTensor.from_local is differentiated: torch has dropped "
-    "a part of its derivative, because the backward of from_local redistributes the gradient without "
-    "recording that (column-wise and row-wise parallelize_module do this to their inputs). The "
-    "result would be silently wrong. Take second derivatives of the whole module in every process, "
-    "or of a module whose inputs are DTensors (distribute_tensor) or in sequence parallelism."
+    "a gradient that was pulled back through DTensor.from_local is differentiated, and torch has "
+    "dropped a part of its derivative: the backward of from_local redistributes the gradient "
+    "without recording that (of the inputs of column-wise and row-wise parallelize_module, for "
+    "example). The result would be silently wrong. Take second derivatives with the whole module "
+    "in every process, or with a module whose inputs are DTensors (distribute_tensor)."
 )
 
 
@@ -335,8 +335,9 @@ def _keep_derivative(given: Sequence[Any], cotangents: Sequence[Any]) -> Any:
 NO_TRANSFORM = (
     "This is an autograd.Function of torch's DTensor (from_local, to_local, redistribute), which "
     "parallelize_module, distribute_module and sequence parallelism call around a layer: torch has "
-    "no rule for it in a transform. Call the module and .backward(), for first derivatives (regions "
-    "can be inside); functx.per_sample takes a pair (module, criterion) with chunk_size=1."
+    "no rule for it in a transform. Call the module and .backward(), for first derivatives, with "
+    "regions inside; functx.per_sample.norms and clipped_sum take a pair (module, criterion) with "
+    "chunk_size=1."
 )
 
 
@@ -355,7 +356,7 @@ def check_forward_mode(tree: Any, api: str) -> None:
         return
     if any(isinstance(leaf, sharding.dtensor_class()) for leaf in _tree.leaves(tree)):
         raise NotImplementedError(
-            f"{api}: an argument is a DTensor, for which torch has no forward mode. Use reverse mode: "
-            "functx.grad, functx.vjp or functx.jacrev; a Jacobian-vector product of a function of "
-            "DTensors is the vjp of its vjp, in the cotangent."
+            f"{api}: an argument is a DTensor, for which torch has no forward mode. Use reverse "
+            "mode: functx.grad or functx.vjp. A Jacobian-vector product is the vjp of a vjp, with "
+            "respect to its cotangent."
         )

@@ -116,7 +116,8 @@ class Jitted:
                 name = f"functx.jit: {name_of(self.function)}"
                 # A run in eager (inside of vmap or jvp) can have sharded modules, a trace can't.
                 forbids = TracingError if _torch.tracing() else None
-                with _distributed.watching(name, forbids), leaving_nothing((self.function, *statics)):
+                watch = _distributed.watching(name, forbids)
+                with watch, leaving_nothing((self.function, *statics)):
                     out = called(self.function, args, kwargs, name, TracingError)
                 results, rest = _tree.parted(out)
                 if rest is not None:  # (with sizes among it, which this graph is for then)

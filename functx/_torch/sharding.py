@@ -33,7 +33,8 @@ def has_dtensors() -> bool:
 
 def dtensor_class() -> type:
     """The class of DTensors, where `has_dtensors`."""
-    return sys.modules["torch.distributed.tensor"].DTensor  # type: ignore[no-any-return]
+    found: Any = sys.modules["torch.distributed.tensor"]
+    return found.DTensor
 
 
 def managed_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
