@@ -1,7 +1,7 @@
 """Modules whose parameters or activations are spread over processes, and what functx refuses there.
 
 NOTE [sharded modules]
-FSDP puts parameters of its own into the module in hooks around each forward, and frees them after
+FSDP's hooks put parameters of FSDP's own into the module before each forward, and free them after
 it. Therefore:
 
 - A region goes inside such a module, never around it (rule 4).
@@ -10,7 +10,7 @@ it. Therefore:
 - The hooks can't run on the fake tensors of a trace. They would stay in the module, so a trace
   refuses the module before its hooks run.
 - A backward pass frees the parameters that the derivative of this backward pass reads; reading them
-  can end the process. So gradients that were pulled back through FSDP raise when somebody pulls
+  can end the process. So gradients that were pulled back through FSDP raise when user code pulls
   back through them. Forward mode over reverse mode (`functx.jvp`, `functx.hessian`) is right.
 - FSDP1 sets the data of flat parameters, which ends the process at a functorch level. No transform
   runs such a module.
@@ -82,8 +82,8 @@ def refuse_sharded(module: nn.Module, api: str, names: Sequence[str] | None = No
     """Raise if FSDP manages parameters of a module that ``api`` would put others in the place of.
 
     Args:
-        module: What would be called with other parameters.
-        api: What the error calls the caller, ``"functx.functional_call"``.
+        module: The module to be called with other parameters.
+        api: The name of the caller in the error, ``"functx.functional_call"``.
         names: The names of the parameters and buffers that would be replaced, as in
             ``module.named_parameters()``; by default all of them.
 
@@ -230,7 +230,7 @@ def watching(api: str, forbids: Any = None) -> AbstractContextManager[Watch | No
     """A `Watch`, where there can be sharded modules.
 
     Args:
-        api: What errors call the caller.
+        api: The name of the caller in errors.
         forbids: The class of the error that any sharded module raises; by default only those raise
             that a transform makes wrong.
     """

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from functx import _distributed, _remat, _torch
+from functx import _remat, _torch
 from functx._arrays import by_arguments
 from functx._validate import Randomness
 
@@ -29,15 +28,7 @@ def vmap(
     """Map a function over a dimension of its arguments: :func:`torch.func.vmap`."""
     use_mapped_masks()
     mapped = torch.func.vmap(func, in_dims, out_dims, randomness, chunk_size=chunk_size)
-
-    @functools.wraps(mapped)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return mapped(*args, **kwargs)
-        with _distributed.watching("vmap(f)(*args)"):
-            return mapped(*args, **kwargs)
-
-    return _remat.by_primals(watched, "vmap")
+    return _remat.by_primals(mapped, "vmap")
 
 
 def use_mapped_masks() -> None:

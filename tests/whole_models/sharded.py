@@ -56,7 +56,7 @@ def check_alive(model, x=None):
 
 
 def said_by(run, kind=RuntimeError):
-    """What the error says that ``run()`` raises, with its notes."""
+    """The text of the error that ``run()`` raises, with its notes."""
     try:
         run()
     except kind as error:
@@ -86,7 +86,8 @@ def detached(model):
 
 
 def by_parameters(model, call=torch.func.functional_call):
-    return lambda params: call(model, params, (mine(),)).square().mean()
+    x = mine()
+    return lambda params: call(model, params, (x,)).square().mean()
 
 
 ONE = torch.ones((), dtype=torch.float64)
