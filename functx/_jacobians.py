@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from functx import _norms, _remat, _torch, _tree, _validate
+from functx import _distributed, _norms, _remat, _torch, _tree, _validate
 from functx._arrays import by_arguments
 from functx._reverse_mode import Pullback, record, ways_out
 from functx._torch import compiler
@@ -134,6 +134,7 @@ def jacfwd(
     def transformed(*args: Any) -> Any:
         positions = _validate.resolve_argnums(argnums, len(args), "jacfwd")
         _validate.check_inputs(args, positions, "jacfwd(f)(*args)")
+        _distributed.check_forward_mode([args[n] for n in positions], "jacfwd(f)(*args)")
         with ways_out(), _norms.around(args), _torch.RequiresGradAllowed():
             return of_torch(*args)
 

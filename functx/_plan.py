@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from functx import _torch, _tree
+from functx import _distributed, _torch, _tree
 from functx._chain import Tree, frontier, numbers_in, work_again
 from functx._costs import Blocks, MeasuredChain, peak_of, walk
 from functx._errors import RematError
@@ -178,7 +178,7 @@ def plan(f: Any, /, *args: Any, budget: int | float | str, **kwargs: Any) -> Pla
     if len(args) != 1 or kwargs:
         raise TypeError(f"functx.plan: blocks take one argument, got {len(args)}; give a tuple")
     buffers = [t for b in blocks for t, (kind, _) in labels(b, (), {}) if kind == "buffer"]
-    with undisturbed(buffers):
+    with undisturbed(buffers), _distributed.watching("functx.plan", RematError):
         return _chosen(blocks, args[0], budget, "functx.plan")
 
 

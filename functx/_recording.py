@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch, _tree
+from functx import _distributed, _torch, _tree
 from functx._errors import RematError
 from functx._lines import line_now
 from functx._remat import Settings, is_tracked, no_regions, unseen
@@ -234,6 +234,7 @@ def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Recordin
             no_regions(),
             _torch.without_dispatch_modes(),  # nothing runs that a counter should see
             _torch.FakeTensorMode(),
+            _distributed.watching(f"a budget for {name!r}", RematError),
         ):
             recording = Recording(name)
             tensors, how = _tree.parted((args, kwargs))

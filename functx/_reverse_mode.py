@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from functx import _norms, _torch, _tree, _validate
+from functx import _distributed, _norms, _torch, _tree, _validate
 from functx._dead_wrappers import function_classes, unwrap_for_backward
 from functx._remat import made_inside, taken_in
 from functx._torch import compiler, gradient_edge
@@ -40,6 +40,7 @@ _NO_HOOKS = (
     "your own code use functx.remat(f)(*args), or functx.checkpoint(f, *args); in place of "
     "save_on_cpu, functx.remat(f, policy=checkpoint_policies.offload(policy))."
 )
+_OLD_FUNCTION = "override the setup_context"
 # By words of an error of torch's: the way out.
 _WAYS_OUT = {
     "support saved tensor hooks": _NO_HOOKS,
@@ -49,7 +50,7 @@ _WAYS_OUT = {
     "torch.autograd.grad or torch.func.grad. If this is the hook of Hugging Face's "
     "gradient_checkpointing_enable(), which transforms don't need, you can remove it: "
     "model.disable_input_require_grads().",
-    "override the setup_context": "If this is torch.utils.checkpoint with use_reentrant=True: call "
+    _OLD_FUNCTION: "If this is torch.utils.checkpoint with use_reentrant=True: call "
     "it under functx.patch_checkpoint(), or use functx.checkpoint.",
     "_scaled_dot_product_": "Fused attention has but first derivatives, in reverse mode: call it "
     "under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).",
@@ -79,6 +80,10 @@ def ways_out() -> Iterator[None]:
         yield
     except RuntimeError as error:
         said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        if _distributed.is_of_dtensors(error):
+            said = said.replace(_OLD_FUNCTION, "")
+            if _distributed.NO_TRANSFORM not in said:
+                error.add_note(_distributed.NO_TRANSFORM)
         notes = _WAYS_OUT_UNDER_PATCH if checkpoint_is_patched else _WAYS_OUT
         for words, note in notes.items():
             if words in said and note not in said:
@@ -102,6 +107,7 @@ class Pullback:
             for out in outputs
         ]
         self._outputs_spec = spec
+        self.watch: _distributed.Watch | None = None  # of what the function called
 
     def is_zero(self) -> bool:
         """Whether the recorded function depends on none of the inputs, as far as its tape goes."""
@@ -127,6 +133,8 @@ class Pullback:
         gradients = self._pull(cotangents, retain_graph, create_graph)
         # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
         alive = [_torch.alive(gradient) for gradient in gradients]
+        if self.watch is not None and self.watch.met:
+            alive = _distributed.pulled_once(alive)
         return _tree.unflatten(self.inputs_spec, made_inside(alive))
 
     def feed(self, cotangents: Any, receive: Callable[[int, torch.Tensor], None]) -> None:
@@ -153,12 +161,17 @@ class Pullback:
                 "vjp_fn: the residuals are gone, because an earlier call passed "
                 "retain_graph=False; leave it out in all calls but the last"
             )
+        through_fsdp: Any = nullcontext()
+        if self.watch is not None and self.watch.met:
+            self.watch.check_pulled_back()
+            through_fsdp = _distributed.own_pullback()
         inputs = self.inputs
         taped = [(edge, c) for edge, c in zip(self._edges, flat) if edge is not None]
         if not retain_graph:
             self._edges = None
         found: Sequence[torch.Tensor | None] = [None] * len(inputs)
         with (
+            through_fsdp,
             ways_out(),
             _outside_inference_mode(),
             compiler.without_compiled_autograd(),
@@ -212,9 +225,12 @@ def record(
         _hooks_disabled(),
         _norms.around((args, kwargs), once=once),
         _outside_inference_mode(),
+        _distributed.watching(api) as watch,
         _torch.grad_level() as level,
         torch.enable_grad(),
     ):
+        if watch is not None:
+            watch.level = level
         made: list[torch.Tensor] = []
 
         def enter(leaf: Any) -> Any:
@@ -239,6 +255,7 @@ def record(
         one = isinstance(argnums, int)
         pullback = Pullback(inputs[0] if one else inputs, flat_output, spec)
         _check_nothing_lost(pullback, api)
+        pullback.watch = watch
         unwrap_for_backward(flat_output, classes)
         output, aux = _tree.map_(leave, output), _tree.map_(leave, aux)
         made_inside(made)

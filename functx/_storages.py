@@ -286,7 +286,9 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     layout = tensor.layout
     parts: list[torch.Tensor] = []  # that hold the numbers of a tensor which is a wrapper of them
     if _torch.is_traceable_wrapper_subclass(tensor):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        # (Since torch 2.13 a DTensor names its mesh there, too.)
+        named = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        parts = [part for part in named if isinstance(part, torch.Tensor)]
     elif _torch.is_wrapped(tensor):
         parts = [_torch.inner_of(tensor)]
     elif layout == torch.sparse_coo:

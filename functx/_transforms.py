@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from functx import _norms, _torch, _tree, _validate
+from functx import _distributed, _norms, _torch, _tree, _validate
 from functx._arrays import by_arguments, by_primals
 from functx._remat import made_inside, taken_in
 from functx._reverse_mode import record, ways_out
@@ -171,8 +171,10 @@ def jvp(
     if torch.compiler.is_dynamo_compiling():
         return of_torch(primals, tangents)
     _validate.check_inputs((primals,), (0,), "jvp(f, primals, tangents)")
+    _distributed.check_forward_mode((primals, tangents), "jvp(f, primals, tangents)")
     primals, tangents = taken_in("jvp", (primals, tangents))
-    with ways_out(), _norms.around(primals), _torch.RequiresGradAllowed():
+    watch = _distributed.watching("jvp(f, primals, tangents)")
+    with ways_out(), _norms.around(primals), _torch.RequiresGradAllowed(), watch:
         return made_inside(of_torch(primals, tangents))
 
 

@@ -176,6 +176,11 @@ def _has_plain_data(x: Tensor, what: str) -> None:
         problem = "belongs to a functorch transform that is still running"
     elif x.layout is not torch.strided:
         problem = f"has the layout {x.layout}; call .to_dense() first"
+    elif type(x).__name__ == "DTensor":
+        problem = (
+            "is a DTensor, whose values are spread over processes; convert the module before "
+            "fully_shard or parallelize_module, or call .full_tensor() first"
+        )
     elif x.is_quantized:
         problem = "is quantized; call .dequantize() first"
     if problem:

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor
 
-from functx import _torch, _tree
+from functx import _distributed, _torch, _tree
 from functx._errors import TracingError
 from functx._jit.rules import Code, call
 from functx._jit.state import Cache, State, leaving_nothing
@@ -114,7 +114,10 @@ class Jitted:
             def flat(tensors: Sequence[Tensor], _: Any) -> tuple[list[Tensor], Any]:
                 args, kwargs = _tree.joined(tensors, how)
                 name = f"functx.jit: {name_of(self.function)}"
-                with leaving_nothing((self.function, *statics)):
+                # A run in eager (inside of vmap or jvp) can have sharded modules, a trace can't.
+                forbids = TracingError if _torch.tracing() else None
+                watch = _distributed.watching(name, forbids)
+                with watch, leaving_nothing((self.function, *statics)):
                     out = called(self.function, args, kwargs, name, TracingError)
                 results, rest = _tree.parted(out)
                 if rest is not None:  # (with sizes among it, which this graph is for then)

@@ -99,6 +99,10 @@ def _inside(x: Any) -> Sequence[Any] | None:
         return () if kind.__module__.startswith("functx.") else (*x, *x.values())
     if isinstance(x, (type, types.ModuleType, Logger)) or not hasattr(x, "__dict__"):
         return None
+    # The hooks of a module lead to FSDP's state, and from there to the parameters of all other
+    # modules. As inputs of the graph these would get their gradients after FSDP has reduced them.
+    if kind.__module__.startswith("torch.distributed.") and not isinstance(x, torch.nn.Module):
+        return None
     # No hooks; nor the parameters that a recurrent layer notes, anew at each call.
     named = [(n, v) for n, v in vars(x).items() if not n.startswith("_flat_weight")]
     return " ".join(map(str, vars(x))), *(v for _, v in named if not isinstance(v, dict) or v)

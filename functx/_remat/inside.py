@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _tree
+from functx import _distributed, _tree
 from functx._remat.calls import Call
 from functx._remat.listener import listening
 
@@ -49,6 +49,7 @@ def by_primals(f: Any, title: str) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return f(*args, **kwargs)
         args, kwargs = taken_in(title, (args, kwargs))
-        return made_inside(f(*args, **kwargs))
+        with _distributed.watching(title):
+            return made_inside(f(*args, **kwargs))
 
     return told

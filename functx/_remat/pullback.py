@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch
+from functx import _distributed, _torch
 from functx._remat import forward, levels
 from functx._remat.listener import listening
 from functx._remat.observers import observers
@@ -74,11 +74,13 @@ class RegionPullback:
         n, m = payload.n_values, len(flat) - len(self.results)
         values, kept, cotangents = [*flat[:n]], flat[n:m], flat[m:]
         recorded = torch.is_grad_enabled()
-        since = graphs.last_node()
+        since, first = graphs.last_node(), _torch.next_sequence_number()
         edges, inputs = replay(payload.region, payload.level, values, kept, self.results)
         graphs.close(since, payload.region.options.name, "replay")
         inputs += self.leaves
         pairs = [(e, c) for e, c in zip(edges, cotangents) if e is not None]
+        if recorded and payload.level == 0:
+            _distributed.refuse_lost_derivatives([e for e, _ in pairs], first)
         del flat, values, cotangents, edges
         if not pairs:
             self.found = []

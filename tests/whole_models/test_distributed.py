@@ -19,11 +19,11 @@ RIGHT = [
 ]  # fmt: skip
 
 
-def on_processes(number, cases):
+def on_processes(number, cases, script="processes.py"):
     """What each of some processes finds, case by case."""
     command = [
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(number), str(Path(__file__).with_name("processes.py")), *cases),
+        *("--nproc-per-node", str(number), str(Path(__file__).with_name(script)), *cases),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)

@@ -19,6 +19,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.traceback import preserve_node_meta
 
+from functx import _distributed
 from functx._errors import LoweringError, TracingError
 from functx._jit import leaving_nothing, refuse_second_trace
 from functx._remat import keep_regions, on_name
@@ -128,7 +129,8 @@ def _run(
         calls, hook = UserCalls(kept, known), Interceptor(random_draws, mode)
         kept.begin(tensors)
         named, drawn = on_name(graphs.note_name), only_torch_draws(name)
-        with leaving_nothing((f,)), calls, observer, applying(hook), named, drawn:
+        watch = _distributed.watching(f"to_jax({name})", LoweringError)
+        with watch, leaving_nothing((f,)), calls, observer, applying(hook), named, drawn:
             out = list(f(*tensors))
         for i, t in enumerate(tensors):
             used[i] = id(t) in observer.seen or any(o is t for o in out)
