@@ -36,7 +36,6 @@ Workloads and other frameworks:
 """
 
 from torch.func import debug_unwrap as debug_unwrap
-from torch.func import functional_call as functional_call
 from torch.func import functionalize as functionalize
 from torch.func import replace_all_batch_norm_modules_ as replace_all_batch_norm_modules_
 from torch.func import stack_module_state as stack_module_state
@@ -53,6 +52,7 @@ from functx._checkpoint import checkpoint_sequential as checkpoint_sequential
 from functx._errors import RematError as RematError
 from functx._errors import ReplayError as ReplayError
 from functx._errors import TracingError as TracingError
+from functx._functional_call import functional_call as functional_call
 from functx._jacobians import hessian as hessian
 from functx._jacobians import jacfwd as jacfwd
 from functx._jacobians import jacrev as jacrev

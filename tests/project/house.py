@@ -93,9 +93,9 @@ WINGS = {
         (
             *("functx._transforms", "functx._jacobians", "functx._vmap", "functx._reverse_mode"),
             *("functx._dead_wrappers", "functx._arrays", "functx._tree", "functx._validate"),
-            *("functx._errors", "functx._lines", "functx"),
+            *("functx._errors", "functx._lines", "functx._functional_call", "functx"),
         ),
-        1_300,
+        1_560,
     ),
     "normalisations": (("functx._norms",), 150),
     "policies": (
@@ -123,8 +123,8 @@ WINGS = {
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
     "per_sample": (("functx.per_sample",), 2_500),
     "jit, graph": (("functx._jit", "functx.graph"), 1_366),
-    "private torch": (("functx._torch",), 781),
-    "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_360),
+    "private torch": (("functx._torch",), 870),
+    "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_361),
     "compat": (("functx.compat",), 11_000),
 }
 

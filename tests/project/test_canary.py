@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from functx import _torch
+from functx._torch import slots
 
 from . import house
 
@@ -77,3 +78,24 @@ def test_a_detached_tensor_counts_its_writes_with_the_other():
     original, other = made[-1]
     original.add_(1)
     assert other._version == original._version
+
+
+def test_a_module_reads_its_tensors_from_the_dicts_that_slots_are_in():
+    layer = torch.nn.LSTM(2, 2)
+    layer.register_buffer("scale", torch.ones(2))
+    for name, store in (("weight_ih_l0", layer._parameters), ("scale", layer._buffers)):
+        slot, value = slots.Slot(layer, name), torch.zeros(())
+        assert slot.store is store
+        slot.put(value)
+        assert getattr(layer, name) is value
+
+
+def test_recurrent_layers_note_the_weights_that_they_were_called_with():
+    layer = torch.nn.LSTM(2, 2)
+    own, other = layer.weight_ih_l0, torch.zeros(8, 2)
+    ((_, state),) = slots.recurrent_states([layer])
+    assert state["_flat_weights"][0] is own
+    assert state["_flat_weight_refs"][0]() is own
+    slots.Slot(layer, "weight_ih_l0").put(other)
+    layer(torch.ones(1, 2))
+    assert layer._flat_weights[0] is other
