@@ -95,7 +95,7 @@ WINGS = {
             *("functx._dead_wrappers", "functx._arrays", "functx._tree", "functx._validate"),
             *("functx._errors", "functx._lines", "functx._functional_call", "functx"),
         ),
-        1_560,
+        1_580,
     ),
     "normalisations": (("functx._norms",), 150),
     "policies": (
@@ -125,7 +125,7 @@ WINGS = {
     "jit, graph": (("functx._jit", "functx.graph"), 1_366),
     "private torch": (("functx._torch",), 870),
     "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_361),
-    "compat": (("functx.compat",), 11_000),
+    "compat": (("functx.compat",), 11_060),
 }
 
 
