@@ -49,10 +49,10 @@ from functx._apply import remat_regions as remat_regions
 from functx._apply import remove_remat as remove_remat
 from functx._checkpoint import checkpoint as checkpoint
 from functx._checkpoint import checkpoint_sequential as checkpoint_sequential
-from functx._distributed import functional_call as functional_call
 from functx._errors import RematError as RematError
 from functx._errors import ReplayError as ReplayError
 from functx._errors import TracingError as TracingError
+from functx._functional_call import functional_call as functional_call
 from functx._jacobians import hessian as hessian
 from functx._jacobians import jacfwd as jacfwd
 from functx._jacobians import jacrev as jacrev

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from functx import _validate
+from functx import _tree, _validate
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -44,7 +44,11 @@ def by_arguments(transform: T) -> T:
         @functools.wraps(own)
         def transformed(*args: Any, **kwargs: Any) -> Any:
             if (backend := backend_of(name, args, kwargs)) is None:
-                return own(*args, **kwargs)
+                try:
+                    return own(*args, **kwargs)
+                except RecursionError:
+                    _tree.leaves((args, kwargs))  # says so if the cause is an argument
+                    raise
             return getattr(backend, name)(func, *options, **named)(*args, **kwargs)
 
         return transformed

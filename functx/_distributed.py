@@ -116,30 +116,6 @@ def _swapped(api: str, name: str, kind: str) -> RuntimeError:
     )
 
 
-def functional_call(
-    module: nn.Module,
-    parameter_and_buffer_dicts: Any,
-    args: Any = None,
-    kwargs: dict[str, Any] | None = None,
-    *,
-    tie_weights: bool = True,
-    strict: bool = False,
-) -> Any:
-    """Call a module with other parameters and buffers: :func:`torch.func.functional_call`."""
-    if not torch.compiler.is_compiling():
-        dicts = parameter_and_buffer_dicts
-        names = [n for d in ([dicts] if isinstance(dicts, dict) else dicts) for n in d]
-        refuse_sharded(module, "functx.functional_call", names)
-    return torch.func.functional_call(
-        module,
-        parameter_and_buffer_dicts,
-        args,
-        kwargs,
-        tie_weights=tie_weights,
-        strict=strict,
-    )
-
-
 class Watch:
     """Around user code that functx runs: refuses sharded modules that would be wrong in it.
 

@@ -23,6 +23,11 @@ except ImportError:  # the fallback serves machines without optree
     _optree = None  # type: ignore[assignment]
 
 TreeSpec = Any
+ENDLESS = (
+    "functx: an argument or a result is a list, tuple or dict that holds itself (or containers in "
+    "each other, hundreds deep), which no pytree can be. Let the function close over it, or pass "
+    "the tensors that it reads of it."
+)
 
 
 @functools.lru_cache(1)  # until there are more, or less
@@ -36,10 +41,13 @@ def _copy_classes(known: int) -> None:
 
 def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], TreeSpec]:
     """The leaves of ``tree`` in order, and what is needed to put them back."""
-    if _optree is None:
-        return _pytree.tree_flatten(tree, is_leaf)
-    _copy_classes(len(_pytree.SUPPORTED_NODES))
-    return _optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace="torch")
+    try:
+        if _optree is None:
+            return _pytree.tree_flatten(tree, is_leaf)
+        _copy_classes(len(_pytree.SUPPORTED_NODES))
+        return _optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace="torch")
+    except RecursionError as error:
+        raise RecursionError(ENDLESS) from error
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:

@@ -22,4 +22,5 @@ from functx.compat._bridge.modules import as_module as as_module
 from functx.compat._bridge.modules import function_of as function_of
 from functx.compat._bridge.modules import function_with_buffers as function_with_buffers
 from functx.compat._bridge.modules import state_of as state_of
+from functx.compat._bridge.trees import endless_refused as endless_refused
 from functx.compat._bridge.trees import teach_jax as teach_jax

@@ -48,7 +48,7 @@ def function_of(
         given = _places(module, params, type(module).__name__)
         state = {place: params[name] for place, name in given.items()}
         with _as_regions(module, layers):
-            out = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+            out = functx.functional_call(module, state, args, kwargs, tie_weights=False)
         params |= {name: state[place] for place, name in given.items()}  # buffers may be others
         return out
 
@@ -86,10 +86,7 @@ def _check(module: torch.nn.Module, state: Any, names: set[str], first: str) -> 
 
 
 def _places(module: torch.nn.Module, state: Tensors, name: str) -> dict[str, str]:
-    """Where the tensors of ``state`` are in a module, each place once, and by what name given.
-
-    torch's own look-up of what is tied leaves a module broken that is in two places itself.
-    """
+    """Where the tensors of ``state`` are in a module, each place once, and by what name given."""
     own: Tensors = dict(module.named_parameters(remove_duplicate=False))
     own |= dict(module.named_buffers(remove_duplicate=False))
     places: dict[int, dict[Any, str]] = {}

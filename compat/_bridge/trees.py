@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from functx._tree import ENDLESS
 from functx.compat._torch import pytree_node
 
 _lock = threading.Lock()
@@ -28,13 +31,25 @@ class _Context:
         return hash(repr(self.value))
 
 
+@contextmanager
+def endless_refused() -> Iterator[None]:
+    """Says what is wrong with a container that holds itself, where jaxlib has a SystemError."""
+    try:
+        yield
+    except SystemError as error:
+        if not isinstance(error.__cause__, RecursionError):
+            raise
+        raise RecursionError(ENDLESS) from error
+
+
 def teach_jax(tree: Any) -> bool:
     """Register the types of a tree's leaves that only torch can take apart.
 
     Returns:
         Whether there were any; the tree has more leaves now.
     """
-    found = {type(leaf) for leaf in jax.tree_util.tree_leaves(tree)}
+    with endless_refused():
+        found = {type(leaf) for leaf in jax.tree_util.tree_leaves(tree)}
     new = [cls for cls in found if pytree_node(cls) is not None]
     for cls in new:
         with _lock:

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from functx._torch.compiler import uncompiled
-from functx.compat._bridge import Settings, array_from_torch, current_settings, decoder, encode
+from functx.compat._bridge import (
+    Settings,
+    array_from_torch,
+    current_settings,
+    decoder,
+    encode,
+    endless_refused,
+)
 from functx.compat._from_jax.leaves import Leaf, mark_static, read_leaf
 from functx.compat._from_jax.programs import Program
 from functx.compat._from_jax.torch_operator import call
@@ -176,7 +183,8 @@ class TorchFunction:
     @uncompiled
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         settings = current_settings(self._options[2])
-        flat, tree = jax.tree_util.tree_flatten(mark_static(self._static, args, kwargs))
+        with endless_refused():
+            flat, tree = jax.tree_util.tree_flatten(mark_static(self._static, args, kwargs))
         device = next((x.device for x in flat if isinstance(x, Tensor)), None)
         if device is None and any(isinstance(x, jax.core.Tracer) for x in flat):
             return self.__wrapped__(*args, **kwargs)  # called by another JAX function

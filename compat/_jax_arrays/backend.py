@@ -9,6 +9,12 @@ A name is an operation of its own in JAX, an identity; a policy is asked about e
 before it is known whether a name will follow. So policies of operations do not look at names here
 (the value was judged where it was computed), and those that need both, such as "everything except
 these names", have no counterpart: they raise.
+
+NOTE [jaxlib's flatten]
+jaxlib's ``tree_leaves`` and its like count how deep they are, and after any exception (a container
+that holds itself, a dict whose keys can't be sorted) do not count back. With ``is_leaf`` one list
+that holds itself leaves the process 9 frames of stack. So arguments that may be torch's are taken
+apart by `functx._tree`; JAX is asked for one level, which counts nothing, of what remains.
 """
 
 from __future__ import annotations
@@ -49,18 +55,34 @@ def find(api: str, args: Any, kwargs: Any) -> ModuleType | None:
     Raises:
         TypeError: arrays of both kinds are among the arguments. Typed random keys do not count.
     """
-    try:
-        leaves = jax.tree_util.tree_leaves((args, kwargs), lambda x: isinstance(x, Iterator))
-    except (TypeError, ValueError):  # a dict whose keys can't be sorted is no pytree of JAX
-        leaves = _tree.leaves((args, kwargs))
-    found = {_kind(cls) for cls in set(map(type, leaves))}
-    if _TORCH in found and _JAX in found:
-        if all(is_key(x) for x in leaves if isinstance(x, jax.Array)):
+    arrays: dict[str, list[Any]] = {_TORCH: [], _JAX: []}
+    _collect((args, kwargs), arrays)
+    if arrays[_TORCH] and arrays[_JAX]:
+        if all(map(is_key, arrays[_JAX])):
             return None
         raise TypeError(_mixed(api, args, kwargs))
-    if _JAX in found or (_TORCH not in found and is_tracing() and not _torch.tracing()):
+    if arrays[_JAX] or (not arrays[_TORCH] and is_tracing() and not _torch.tracing()):
         return sys.modules[__name__]
     return None
+
+
+def _collect(tree: Any, arrays: dict[str, list[Any]]) -> None:
+    """Add the arrays in a tree to those of their kind; see NOTE [jaxlib's flatten]."""
+    for leaf in _tree.leaves(tree):
+        kind = _kind(type(leaf))
+        if kind is not None:
+            arrays[kind].append(leaf)
+        elif (parts := _parts(leaf)) is not None:
+            _collect(parts, arrays)
+
+
+def _parts(leaf: Any) -> list[Any] | None:
+    """What is in an object of a class that JAX alone can take apart; ``None`` of anything else."""
+    try:
+        found = jax.tree_util.default_registry.flatten_one_level(leaf)
+    except (TypeError, ValueError):  # the class can't
+        return None
+    return None if found is None else [*found[0]]
 
 
 @functools.lru_cache(1024)
@@ -70,10 +92,19 @@ def _kind(cls: type) -> str | None:
     return _JAX if issubclass(cls, (jax.Array, jax.core.Tracer)) else None
 
 
+def _named(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The arrays in a tree, with what they are called."""
+    for path, leaf in zip(_tree.paths(tree), _tree.leaves(tree)):
+        if _kind(type(leaf)) is not None:
+            yield f"{name}{path}", leaf
+        elif (parts := _parts(leaf)) is not None:
+            yield from _named(parts, f"{name}{path}")
+
+
 def _mixed(api: str, args: Any, kwargs: Any) -> str:
-    keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
-    found = [(f"args{keystr(path)}", x) for path, x in leaves(args)]
-    found += [(keystr(path, simple=True, separator="."), x) for path, x in leaves(kwargs)]
+    found = [*_named(args, "args")]
+    for name, value in kwargs.items():
+        found += _named(value, name)
     what = ", ".join(
         f"{name} is a {_TORCH if isinstance(x, torch.Tensor) else _JAX}"
         for name, x in found

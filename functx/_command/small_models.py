@@ -22,6 +22,7 @@ import transformers
 from transformers import MODEL_MAPPING, PreTrainedModel, ResNetConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import functx
 from functx import _tree
 from functx._apply import apply_remat
 
@@ -292,7 +293,7 @@ def loss_of(name: Any, remat: Any = None, prepare: Any = None) -> tuple[Any, tup
     def loss_of_model(params: Any, inputs: Any) -> torch.Tensor:
         rank = {n: t.ndim for n, t in given.items() if _tree.is_tensor(t)}  # of a batch
         batch = {n: t[None] if t.ndim < rank[n] else t for n, t in inputs.items() if n in rank}
-        return loss(torch.func.functional_call(model, params, (), sizes | inputs | batch))
+        return loss(functx.functional_call(model, params, (), sizes | inputs | batch))
 
     loss_of_model.__name__ = loss_of_model.__qualname__ = cls.__name__
     return loss_of_model, (params, given)

@@ -52,12 +52,10 @@ def _frozen(x: Any, key: list[Any], copies: dict[int, Any]) -> Any:
     if isinstance(x, Wrapper):
         inner = _frozen(x.function, key, copies)
         return x if inner is x.function else type(x)(inner, x.options)
-    if kind is float or isinstance(x, Tensor):
-        key.append(kind)
-    elif kind in ATOMS or (kind is tuple and is_plain(x)):
-        key.append((kind, x))
+    if kind is types.BuiltinFunctionType:  # a function of C, or a method: ``x.mul`` holds ``x``
+        key += x.__qualname__, _part(x.__self__)
     else:
-        key.append(x if kind is types.BuiltinFunctionType else _reference(x))
+        key.append(_part(x))
     return x
 
 
@@ -85,6 +83,16 @@ def _copied(f: types.FunctionType, key: list[Any], copies: dict[int, Any]) -> An
             key.append(None)
     copies[id(f)] = copy
     return copy
+
+
+def _part(x: Any) -> Any:
+    """What an object is in an identity, which holds no tensor and no object of the program's."""
+    kind = type(x)
+    if kind is float or isinstance(x, Tensor):
+        return kind
+    if kind in ATOMS or (kind is tuple and is_plain(x)):
+        return kind, x
+    return _reference(x)
 
 
 def _reference(x: Any) -> Any:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from functx import _torch, _tree
+from functx._functional_call import functional_call
 
 Params = dict[str, torch.Tensor]
 

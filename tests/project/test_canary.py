@@ -10,7 +10,7 @@ from torch._higher_order_ops import wrap
 from torch.utils.checkpoint import checkpoint
 
 from functx import _torch
-from functx._torch import compiler
+from functx._torch import compiler, slots
 
 from . import house
 
@@ -115,3 +115,24 @@ def test_torch_s_checkpoint_runs_what_its_attribute_names_and_its_graph_operator
     finally:
         compiler.replace_checkpoint(None)
     assert called == [__name__, wrap.__name__, wrap.__name__]
+
+
+def test_a_module_reads_its_tensors_from_the_dicts_that_slots_are_in():
+    layer = torch.nn.LSTM(2, 2)
+    layer.register_buffer("scale", torch.ones(2))
+    for name, store in (("weight_ih_l0", layer._parameters), ("scale", layer._buffers)):
+        slot, value = slots.Slot(layer, name), torch.zeros(())
+        assert slot.store is store
+        slot.put(value)
+        assert getattr(layer, name) is value
+
+
+def test_recurrent_layers_note_the_weights_that_they_were_called_with():
+    layer = torch.nn.LSTM(2, 2)
+    own, other = layer.weight_ih_l0, torch.zeros(8, 2)
+    ((_, state),) = slots.recurrent_states([layer])
+    assert state["_flat_weights"][0] is own
+    assert state["_flat_weight_refs"][0]() is own
+    slots.Slot(layer, "weight_ih_l0").put(other)
+    layer(torch.ones(1, 2))
+    assert layer._flat_weights[0] is other

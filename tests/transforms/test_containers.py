@@ -109,3 +109,24 @@ def test_in_dims_and_thresholds_go_by_key():
         assert_same(f(params, batch), expected, eps=8)
         f = per_sample.clipped_sum(fit, in_dims=(None, turned(dims[1])), max_norm=limit, **groups)
         assert_same(f(turned(params), turned(batch)), turned(expected), eps=8)
+
+
+@pytest.mark.parametrize("name", ["grad", "jacrev", "jacfwd", "hessian", "vmap", "remat", "jit"])
+def test_a_container_that_holds_itself_is_refused_in_words(name):
+    """As torch.func does, and torch.utils.checkpoint, but these do not say what is wrong."""
+    items = [1]
+    items.append(items)
+    options = {"in_dims": (0, None)} if name == "vmap" else {}
+    f = getattr(functx, name)(lambda x, _: x.sin().sum(), **options)
+    with pytest.raises(RecursionError, match="holds itself"):
+        f(numbers(3).requires_grad_(name == "remat"), items)
+
+
+def test_the_recursion_of_a_user_s_function_is_its_own():
+    def endless(x):
+        return endless(x)
+
+    for transformed in (functx.grad(endless), functx.vmap(endless), functx.remat(endless)):
+        with pytest.raises(RecursionError) as raised:
+            transformed(numbers(3).requires_grad_())
+        assert "holds itself" not in str(raised.value)
