@@ -26,6 +26,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 from functx import _distributed, _norms, _torch, _tree, _validate
 from functx._dead_wrappers import function_classes, unwrap_for_backward
+from functx._lines import line_of, where
 from functx._remat import made_inside, taken_in
 from functx._torch import compiler, gradient_edge
 
@@ -272,14 +273,14 @@ def _check_nothing_lost(pullback: Pullback, api: str) -> None:
         )
     # The engine clears the flag, and functx puts it back after backward passes of its own.
     if not _torch.requires_grad_is_allowed() and pullback.is_zero():
-        warnings.warn(
+        file, line, _ = line_of(where())
+        message = (
             f"{api}: all derivatives are zeros. The output depends on none of the differentiated "
-            "arguments, and the function has run a backward pass: without create_graph=True "
-            "its results are constants. Pass torch.autograd.grad(..., create_graph=True), or "
-            "call functx.grad in its place.",
-            RuntimeWarning,
-            stacklevel=2,
+            "arguments, and the function has run a backward pass: without create_graph=True its "
+            "results are constants. Pass torch.autograd.grad(..., create_graph=True), or call "
+            "functx.grad in its place."
         )
+        warnings.warn_explicit(message, RuntimeWarning, file, line)
 
 
 _requires_grad = attrgetter("requires_grad")

@@ -104,8 +104,11 @@ def test_a_result_that_a_backward_pass_made_a_constant_warns():
         return torch.autograd.grad(energy(x), x)[0].square().sum()  # create_graph is missing
 
     for transformed in (functx.grad(f), functx.vmap(functx.grad(f))):
-        with pytest.warns(RuntimeWarning, match=r"all derivatives are zeros.*create_graph=True"):
+        with pytest.warns(
+            RuntimeWarning, match=r"all derivatives are zeros.*create_graph=True"
+        ) as told:
             assert_same(transformed(X), torch.zeros_like(X))
+        assert told[0].filename == __file__
 
 
 def test_a_constant_without_a_backward_pass_is_zeros_as_in_torch():
