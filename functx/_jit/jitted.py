@@ -114,7 +114,7 @@ class Jitted:
             def flat(tensors: Sequence[Tensor], _: Any) -> tuple[list[Tensor], Any]:
                 args, kwargs = _tree.joined(tensors, how)
                 name = f"functx.jit: {name_of(self.function)}"
-                with leaving_nothing((self.function, *statics)):
+                with leaving_nothing((self.function, *statics), freeze=True):
                     out = called(self.function, args, kwargs, name, TracingError)
                 results, rest = _tree.parted(out)
                 if rest is not None:  # (with sizes among it, which this graph is for then)
