@@ -210,11 +210,14 @@ def run_planned(f: Callable[..., Any], args: Any, kwargs: Any, o: Options) -> An
 
 def _planned(recording: Recording, budget: Any, name: str) -> Plan:
     """The plan for what a function runs, measured where this is called."""
+    # (In eager these are written to once a call; measuring takes several.)
+    written = [recording.values[n] for n in recording.written if n in recording.values]
     others = [o[0] for operation in recording.operations for o in operation.how[1] if o]
     generators = {g: g.get_state() for g in others if isinstance(g, torch.Generator)}
     with unseen(), _torch.without_dispatch_modes(), undisturbed([]):
         try:
-            return _chosen(recording.blocks(), recording.values, budget, f"a budget for {name!r}")
+            api = f"a budget for {name!r}"
+            return _chosen(recording.blocks(), recording.values, budget, api, written)
         finally:
             for generator, state in generators.items():
                 generator.set_state(state)
@@ -222,10 +225,13 @@ def _planned(recording: Recording, budget: Any, name: str) -> Plan:
                 torch.clear_autocast_cache()
 
 
-def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
+def _chosen(
+    blocks: Blocks, x: Any, budget: int | float, api: str, written: Sequence[torch.Tensor] = ()
+) -> Plan:
     """The plan for some blocks called on a pytree, measured where this is called.
 
     Derivatives are those of the tensors in ``x`` that require grad; if none does, of all that can.
+    Tensors that are ``written`` in place are measured as copies.
 
     Raises:
         ValueError: no plan fits in the bytes, or the share, of ``budget``.
@@ -233,8 +239,9 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
     tensors, how = _tree.parted(x)
     tracked = [*map(is_tracked, tensors)]
     required = tracked if True in tracked else [*map(has_derivatives, tensors)]
+    shared = {id(t) for t, r in zip(tensors, required) if r} - {*map(id, written)}
     with torch.no_grad():  # off all tapes; what is not differentiated may be written to
-        own = [t.detach() if r else t.detach().clone() for t, r in zip(tensors, required)]
+        own = [t.detach() if id(t) in shared else t.detach().clone() for t in tensors]
     x = _tree.joined(own, how)
 
     @functools.cache

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _distributed, _torch, _tree
 from functx._errors import RematError
+from functx._jit import State, kept_by, refused_by_torch
 from functx._lines import line_now
 from functx._remat import Settings, is_tracked, no_regions, unseen
 
@@ -95,6 +96,7 @@ class Recording(TorchFunctionMode):
         self.operations: list[RecordedCall] = []
         self.layouts: list[tuple[Any, ...]] = []  # shape, dtype and device of each value
         self.uncut: set[int] = set()  # where no cut may be, by the number of operations before
+        self.written: set[int] = set()  # what lies in memory that is written in place
         self.results: list[int] = []
         self.how: Any = None  # what else is in the result
         self.fakes: dict[int, Tensor] = {}  # by number, while it records
@@ -180,6 +182,8 @@ class Recording(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in ("__set__", "backward", "_backward"):
             raise self.refuse(f"it calls {name} on a tensor")
+        if func is _torch.ASKED_BY_CONVERSIONS:
+            raise self.refuse("it converts a module, by module.to() or the like; convert it before")
         self.check_seed()
         if _torch.dispatch_depth() > self._modes:
             raise self.refuse("it enters a mode that its operations run under; enter it outside")
@@ -199,7 +203,10 @@ class Recording(TorchFunctionMode):
             self._first.setdefault(_torch.storage_address(t), at)
         for t, version in zip(given, versions):
             if t._version != version:  # see NOTE [cuts]
-                self.uncut.update(range(self._first[_torch.storage_address(t)] + 1, at + 1))
+                memory = _torch.storage_address(t)
+                self.uncut.update(range(self._first[memory] + 1, at + 1))
+                same = [n for n, t in self.fakes.items() if _torch.storage_address(t) == memory]
+                self.written.update(same)
         return out
 
     def resolved(self, t: Tensor) -> Tensor:
@@ -221,9 +228,19 @@ class Recording(TorchFunctionMode):
 def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Recording:
     """What ``f(*args, **kwargs)`` runs.
 
+    Modules that ``f`` reads are as before afterwards, also if it leaves fake tensors there.
+
     Raises:
         functx.RematError: that can't be found out without values.
     """
+    kept = kept_by(State((f,)))
+    try:
+        return _record(f, args, kwargs, name)
+    finally:
+        kept.put_back()
+
+
+def _record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Recording:
     generator = torch.default_generator
     state = generator.get_state()
     generator.manual_seed(_SEED)
@@ -246,6 +263,10 @@ def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Recordin
             recording.results = [recording.number(recording.resolved(t)) for t in tensors]
     except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as e:
         raise recording.refuse(f"it depends on values, as of item() ({e})", e) from e
+    except (RuntimeError, AssertionError) as e:
+        if (said := refused_by_torch(e)) is None:
+            raise
+        raise recording.refuse(f"it {said}", e) from e
     finally:
         generator.set_state(state)
         if torch.is_autocast_cache_enabled():

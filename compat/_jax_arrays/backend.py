@@ -69,7 +69,8 @@ def find(api: str, args: Any, kwargs: Any) -> ModuleType | None:
 def _collect(tree: Any, arrays: dict[str, list[Any]]) -> None:
     """Add the arrays in a tree to those of their kind; see NOTE [jaxlib's flatten]."""
     for leaf in _tree.leaves(tree):
-        kind = _kind(type(leaf))
+        cls: Any = type(leaf)
+        kind = _kind(cls)
         if kind is not None:
             arrays[kind].append(leaf)
         elif (parts := _parts(leaf)) is not None:
@@ -86,7 +87,7 @@ def _parts(leaf: Any) -> list[Any] | None:
 
 
 @functools.lru_cache(1024)
-def _kind(cls: type) -> str | None:
+def _kind(cls: Any) -> str | None:
     if issubclass(cls, torch.Tensor):
         return _TORCH
     return _JAX if issubclass(cls, (jax.Array, jax.core.Tracer)) else None
@@ -95,7 +96,8 @@ def _kind(cls: type) -> str | None:
 def _named(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
     """The arrays in a tree, with what they are called."""
     for path, leaf in zip(_tree.paths(tree), _tree.leaves(tree)):
-        if _kind(type(leaf)) is not None:
+        cls: Any = type(leaf)
+        if _kind(cls) is not None:
             yield f"{name}{path}", leaf
         elif (parts := _parts(leaf)) is not None:
             yield from _named(parts, f"{name}{path}")

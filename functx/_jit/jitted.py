@@ -117,7 +117,7 @@ class Jitted:
                 # A run in eager (inside of vmap or jvp) can have sharded modules, a trace can't.
                 forbids = TracingError if _torch.tracing() else None
                 watch = _distributed.watching(name, forbids)
-                with watch, leaving_nothing((self.function, *statics)):
+                with watch, leaving_nothing((self.function, *statics), freeze=True):
                     out = called(self.function, args, kwargs, name, TracingError)
                 results, rest = _tree.parted(out)
                 if rest is not None:  # (with sizes among it, which this graph is for then)

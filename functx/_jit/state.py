@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from functx import _torch
 from functx._errors import TracingError
+from functx._jit.intact import KeptByModules, in_words, is_traced, refused_changes
 from functx._lines import is_internal
 from functx._validate import name_of
 
@@ -135,8 +136,11 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 
 @contextmanager
-def leaving_nothing(roots: Iterable[Any]) -> Iterator[None]:
+def leaving_nothing(roots: Iterable[Any], freeze: bool = False) -> Iterator[None]:
     """Around a function that is traced: refuse that what it reads holds tensors of the trace.
+
+    With ``freeze``, ``requires_grad`` of what it reads may not change either. Modules that it reads
+    are left as they were.
 
     Raises:
         TracingError: it does, or ``.grad`` has been set, which is put back.
@@ -145,11 +149,25 @@ def leaving_nothing(roots: Iterable[Any]) -> Iterator[None]:
         yield
         return
     before = State(roots)
+    frozen = before.tensors if freeze else ()
+    with _leaving_nothing(roots, before), in_words(), refused_changes(frozen):
+        yield
+
+
+def kept_by(state: State) -> KeptByModules:
+    """What the modules among all that has been looked at keep (see NOTE [intact])."""
+    return KeptByModules(state.held, state.tensors, lambda objects: State(objects).tensors)
+
+
+@contextmanager
+def _leaving_nothing(roots: Iterable[Any], before: State) -> Iterator[None]:
+    kept = kept_by(before)
     gradients = [(t, t.grad) for t in before.tensors if t.is_leaf]
     hook = register_optimizer_step_pre_hook(_refuse_step)
     try:
         yield
     except BaseException as error:  # perhaps it is traced again
+        kept.put_back()
         error.functx_changed = State(roots).differs_from(before)  # type: ignore[attr-defined]
         raise
     finally:
@@ -157,14 +175,17 @@ def leaving_nothing(roots: Iterable[Any]) -> Iterator[None]:
         changed = [(t, gradient) for t, gradient in gradients if t.grad is not gradient]
         for t, gradient in changed:
             t.grad = gradient
-    if changed:
-        raise TracingError(
-            "functx.jit: the function sets .grad of a tensor that it reads, by .backward() or "
-            "zero_grad() say, which a graph can't. Take gradients by functx.grad or "
-            "torch.autograd.grad, or call these outside."
-        )
-    after = State(roots)
-    refuse_traced(after.tensors, after.held)
+    try:
+        if changed:
+            raise TracingError(
+                "functx.jit: the function sets .grad of a tensor that it reads, by .backward() or "
+                "zero_grad() say, which a graph can't. Take gradients by functx.grad or "
+                "torch.autograd.grad, or call these outside."
+            )
+        after = State(roots)
+        refuse_traced(after.tensors, after.held)
+    finally:
+        kept.put_back()
 
 
 def _refuse_step(optimizer: Any, *_: Any) -> None:
@@ -178,18 +199,14 @@ def _refuse_step(optimizer: Any, *_: Any) -> None:
 
 def refuse_traced(tensors: Iterable[Tensor], held: Sequence[Any] = ()) -> None:
     """Raise where one is of a trace, this one or an earlier one; ``held`` is what may hold it."""
-    for tensor in tensors:
-        t = tensor
-        while _torch.is_wrapped(t):
-            t = _torch.inner_of(t)
-        if isinstance(t, _torch.FakeTensor):
-            raise TracingError(
-                f"functx.jit: a tensor that the function makes, {t.dtype} of shape {(*t.shape,)}, "
-                f"is kept{_owner(tensor, held)}, where it has no values. Return it; or, if it is a "
-                "table that a first call fills: clear that, and call the function once before, in "
-                "eager. Take torch.nn.utils.parametrizations in place of the weight_norm and "
-                "spectral_norm of torch.nn.utils."
-            )
+    for t in filter(is_traced, tensors):
+        raise TracingError(
+            f"functx.jit: a tensor that the function makes, {t.dtype} of shape {(*t.shape,)}, "
+            f"is kept{_owner(t, held)}, where it has no values. Return it; or, if it is a "
+            "table that a first call fills: clear that, and call the function once before, in "
+            "eager. Take torch.nn.utils.parametrizations in place of the weight_norm and "
+            "spectral_norm of torch.nn.utils."
+        )
 
 
 def _owner(x: Any, held: Sequence[Any]) -> str:

@@ -122,7 +122,7 @@ def _lift(module: fx.GraphModule) -> list[Tensor]:
 def _clean(graph: fx.Graph) -> None:
     """Put in place of some operations what compilers know, and compute alike."""
     for node in reversed(graph.nodes):
-        if node.target in _SAME:
+        if node.target in _SAME and not any(map(_changes_layout, node.users)):
             node.replace_all_uses_with(node.args[0])
         elif getattr(node.target, "namespace", "") == "profiler":  # does nothing to a value
             graph.erase_node(node)
@@ -131,6 +131,11 @@ def _clean(graph: fx.Graph) -> None:
             if 0 in value.stride():  # written next, and like an expanded tensor
                 node.target = aten.new_zeros.default
                 node.args, node.kwargs = (node.args[0], [*value.shape]), {}
+
+
+def _changes_layout(node: fx.Node) -> bool:
+    """Whether a node changes what a tensor is, in place, which its aliases do not see."""
+    return torch.Tag.inplace_view in getattr(node.target, "tags", ())
 
 
 def cut(traced: Traced, n_results: int) -> tuple[Traced, list[int], int]:

@@ -164,6 +164,9 @@ HIDDEN_WRITES = {
     getattr(torch.ops.aten, f"{name}batch_norm").default
     for name in ("native_", "cudnn_", "miopen_")
 }
+# What ``Module.to()`` and the like ask before they set a parameter that they have converted: all
+# that is shown of a conversion on fake tensors.
+ASKED_BY_CONVERSIONS = torch._has_compatible_shallow_copy_type
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm  # lazy, synchronised and of any rank
 
 # -- fake tensors, on which a budgeted function is run; and how they say that values are needed
