@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from functx import _tree
 from functx._jit import variables
+from functx._objects import attributes, is_of
 
 DEEPEST, LONGEST = 8, 1000  # deeper, and in longer lists, closures are not searched for names
 Label = tuple[str, str]  # the kind ("argument", "parameter", "buffer", "constant") and the name
@@ -36,9 +37,9 @@ def _arguments(f: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
 
 
 def _inside(value: Any, name: str, kind: str) -> Iterator[tuple[Tensor, Label]]:
-    if isinstance(value, Tensor):
+    if is_of(value, Tensor):
         yield value, (kind, name)
-    elif isinstance(value, nn.Module):
+    elif is_of(value, nn.Module):
         prefix = f"{name}." if name else ""
         yield from ((t, ("parameter", prefix + path)) for path, t in value.named_parameters())
         yield from ((t, ("buffer", prefix + path)) for path, t in value.named_buffers())
@@ -54,21 +55,27 @@ def _closed_over(f: Any, name: str, depth: int, seen: set[int]) -> Iterator[tupl
         return
     seen.add(id(f))
     parts: list[tuple[str, Any]] = []
-    if isinstance(f, (Tensor, nn.Module)):
+    if is_of(f, (Tensor, nn.Module)):
         yield from _inside(f, name, "constant")
-    elif isinstance(f, functools.partial):
+    elif is_of(f, functools.partial):
         parts = [(name, f.func), (name, f.args), (name, f.keywords)]
-    elif isinstance(f, types.MethodType):
+    elif is_of(f, types.MethodType):
         parts = [(name, f.__func__), (name or "self", f.__self__)]
-        if not isinstance(f.__self__, (nn.Module, type)):
-            parts += [(f"self.{k}", v) for k, v in getattr(f.__self__, "__dict__", {}).items()]
-    elif isinstance(f, types.FunctionType):
+        if not is_of(f.__self__, (nn.Module, type)):
+            found = attributes(f.__self__) or {}
+            parts += [(f"self.{k}", v) for k, v in found.items() if type(k) is str]
+    elif is_of(f, types.FunctionType):
         parts = [*variables(f)]
-    elif type(f) in (list, tuple, dict) and len(f) <= LONGEST:
+    elif any(type(f) is kind for kind in (list, tuple, dict)) and len(f) <= LONGEST:
         items = f.items() if type(f) is dict else enumerate(f)
-        parts = [(f"{name}[{key!r}]" if name else "", value) for key, value in items]
+        parts = [(f"{name}[{_shown(key)}]" if name else "", value) for key, value in items]
     elif isinstance(call := getattr(type(f), "__call__", None), types.FunctionType):  # noqa: B004
         parts = [(name, types.MethodType(call, f))]
     for part, value in parts:
-        if not isinstance(value, (types.ModuleType, type)):
+        if not is_of(value, (types.ModuleType, type)):
             yield from _closed_over(value, part, depth + 1, seen)
+
+
+def _shown(key: Any) -> str:
+    """A key as code; of an object, whose ``__repr__`` may raise, the name of its class."""
+    return repr(key) if type(key) in (str, int, bool, float, type(None)) else type(key).__name__

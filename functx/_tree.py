@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -86,7 +87,8 @@ def shown(spec: TreeSpec) -> str:
 
 def is_tensor(leaf: Any) -> bool:
     """Whether a leaf is a tensor."""
-    return isinstance(leaf, torch.Tensor)
+    # (isinstance also believes a stand-in of another library, which the C++ of torch can't take.)
+    return issubclass(type(leaf), torch.Tensor)
 
 
 def parted(tree: Any, belongs: Callable[[Any], bool] = is_tensor) -> tuple[list[Any], Any]:
@@ -106,6 +108,12 @@ def joined(tensors: Sequence[torch.Tensor], how: Any) -> Any:
     return unflatten(spec, [next(it) if o is None else o[0] for o in others])
 
 
+def is_tensor_dict(one: Any) -> bool:
+    """Whether ``one`` is a TensorDict or a tensorclass; ``vmap`` maps their batch size too."""
+    found = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
+    return found is not None and bool(found(type(one)))
+
+
 def leaves_as(spec: TreeSpec, tree: Any) -> list[Any]:
     """The leaves of a tree in the order of ``spec``; of another structure, a ``ValueError``."""
     found = _flatten_up_to(spec, tree)
@@ -114,15 +122,39 @@ def leaves_as(spec: TreeSpec, tree: Any) -> list[Any]:
     return found
 
 
-def spread(prefix: Any, tree: Any) -> list[Any]:
+def spread(prefix: Any, tree: Any, is_leaf: Any = None) -> list[Any]:
     """For each leaf of ``tree``, in its order, the leaf of a pytree prefix above it.
 
     Dicts of the prefix may have another order. A ``ValueError`` if it is no prefix.
     """
-    heads, spec = flatten(prefix)
-    parts = _flatten_up_to(spec, tree)
-    whole = unflatten(spec, [map_(lambda _, own=own: own, part) for own, part in zip(heads, parts)])
-    return leaves_as(flatten(tree)[1], whole)
+    heads = leaves(prefix)
+    return [heads[number] for number in spread_numbers(prefix, tree, is_leaf)]
+
+
+def spread_numbers(prefix: Any, tree: Any, is_leaf: Any = None) -> list[int]:
+    """As `spread`, with the number of each leaf of the prefix in place of the leaf.
+
+    Neither tree is rebuilt: a registered class may accept nothing but tensors as its leaves.
+    """
+    spec = flatten(prefix)[1]
+    parts = [flatten(part, is_leaf)[0] for part in _flatten_up_to(spec, tree)]
+    in_order = [number for number, part in enumerate(parts) for _ in part]
+    heads = {path: number for number, path in enumerate(_entries(prefix, None))}
+    if len(heads) <= 1:
+        return in_order
+    found = []
+    for path in _entries(tree, is_leaf):
+        length = next(n for n in range(len(path), -1, -1) if path[:n] in heads)
+        found.append(heads[path[:length]])
+    return found
+
+
+def _entries(tree: Any, is_leaf: Any) -> list[tuple[Any, ...]]:
+    """The path of each leaf: keys of dicts, numbers of other children."""
+    if _optree is None:
+        return [path for path, _ in _pytree.tree_flatten_with_path(tree, is_leaf)[0]]
+    paths: list[tuple[Any, ...]] = flatten(tree, is_leaf)[1].paths()
+    return paths
 
 
 def _flatten_up_to(spec: TreeSpec, tree: Any) -> list[Any]:

@@ -201,7 +201,10 @@ def describe(value: Any) -> str:
     """A short text for ``value``: tensors by dtype and shape, all else by a cut ``repr``."""
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # __repr__ may raise any error
+        text = f"an object of type {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -265,7 +265,7 @@ def _leaf(f: Lowered, path: Any, x: Any) -> Any:
         return jnp.asarray(x)
     try:
         hash(x)
-    except TypeError:
+    except Exception:  # __hash__ may raise any error
         raise TypeError(
             f"{where} is a {type(x).__name__}, neither an array nor hashable; register it as a JAX"
             " pytree, or make it hashable to pass it as a static value"

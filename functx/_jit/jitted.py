@@ -14,9 +14,10 @@ from functx import _distributed, _torch, _tree
 from functx._errors import TracingError
 from functx._jit.rules import Code, call
 from functx._jit.state import Cache, State, leaving_nothing
+from functx._objects import attributes, contents, is_of
 from functx._remat import Settings, called
 from functx._torch import compiler, graphs
-from functx._validate import name_of
+from functx._validate import describe, name_of
 
 _WAY_OUT = "Give a tensor in its place, or keep it (a counter, say) out of the function's reach"
 P = ParamSpec("P")
@@ -98,14 +99,16 @@ class Jitted:
         spec, others = how
         statics = tuple(other[0] if other else None for other in others)
         state, settings = State((self.function, *statics)), Settings()
+        # The state has the items of containers, so their __hash__ and __eq__ are not called.
+        hashed = (o if o is None or contents(o[0]) is None else () for o in others)
         key = (
-            *(spec, tuple(others), tuple(map(type, statics)), tuple(state.key)),
+            *(spec, tuple(hashed), tuple(map(type, statics)), tuple(state.key)),
             *(torch.is_grad_enabled(), torch.get_default_dtype(), settings.device),
             *(repr(settings.flags), repr(settings.casts)),
         )
         try:
             code = self._codes.get(key)
-        except TypeError as error:
+        except Exception as error:  # __hash__ and __eq__ may raise any error
             raise TypeError(
                 f"functx.jit: an argument can't be hashed ({error}): give tensors, numbers, tuples"
             ) from error
@@ -127,7 +130,8 @@ class Jitted:
             code = self._codes[key] = Code(flat, self.backend, self.dynamic, state.known)
             if len(self._codes) == 8:  # perhaps a mistake
                 *_, one, other = ((*key[1], *key[3], *key) for key in self._codes)
-                changed = [f"{a!r:.80}, then {b!r:.80}" for a, b in zip(one, other) if a != b]
+                pairs = [(a, b) for a, b in zip(one, other) if not _is_same(a, b)]
+                changed = [f"{describe(a)}, then {describe(b)}" for a, b in pairs]
                 why = f"the eighth trace, as what is no tensor changes: {changed[0]}. {_WAY_OUT}"
                 compiler.tell(f"functx.jit: {name_of(self.function)}", why)
         results = call(code, tensors, state.tensors)
@@ -146,7 +150,16 @@ class Jitted:
         return Jitted, (self.function, self.backend, self.dynamic)  # a copy has no graphs
 
 
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two parts of signatures are equal; they differ if ``__eq__`` raises."""
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
+
+
 def is_compiled(x: Any) -> bool:
     """Whether something is a jitted function, or one of ``torch.compile``."""
     names = "_torchdynamo_orig_callable", "_orig_mod"
-    return isinstance(x, Jitted) or any(name in getattr(x, "__dict__", ()) for name in names)
+    found = attributes(x) or {}
+    return is_of(x, Jitted) or any(name in found for name in names)

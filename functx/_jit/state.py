@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from logging import Logger
@@ -22,10 +23,13 @@ from functx import _torch
 from functx._errors import TracingError
 from functx._jit.intact import KeptByModules, in_words, is_traced, refused_changes
 from functx._lines import is_internal
+from functx._objects import attributes, contents, is_of
 from functx._validate import name_of
 
 _SMALL = 4096  # bytes of an array whose values count
 _SPACES = type, types.ModuleType
+_NAME_OF_CLASS, _DICT_OF_CLASS = (type.__dict__[n].__get__ for n in ("__name__", "__dict__"))
+_BUILT_IN = {list, tuple, dict, OrderedDict, set, frozenset}
 _PLAIN = {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
 
 
@@ -46,7 +50,7 @@ class State:
         while todo:
             x = todo.pop()
             kind = type(x)
-            if kind in _PLAIN:
+            if type(kind) is type and kind in _PLAIN:  # a metaclass may have no hash
                 self.key += kind, repr(x) if kind in (float, complex) else x  # 0.0 == -0.0
                 continue
             number = seen.setdefault(id(x), len(seen))
@@ -54,7 +58,7 @@ class State:
                 self.key.append(number)
                 continue
             self.held.append(x)
-            if isinstance(x, Tensor):
+            if issubclass(kind, Tensor):
                 self.tensors.append(x)
             inside = _inside(x)
             if inside is None:
@@ -82,7 +86,7 @@ def refuse_second_trace(
 def _inside(x: Any) -> Sequence[Any] | None:
     """What is looked at of an object; ``None`` where it is known by identity."""
     kind: Any = type(x)
-    if isinstance(x, Tensor):
+    if issubclass(kind, Tensor):
         return ()
     if kind is types.FunctionType:
         if is_internal(x.__code__.co_filename) and not x.__closure__:
@@ -92,21 +96,38 @@ def _inside(x: Any) -> Sequence[Any] | None:
         return x.__func__, x.__self__
     if kind is functools.partial:
         return x.func, x.args, x.keywords
-    if isinstance(x, (list, tuple, set, frozenset)):
-        return (*x,)
+    if issubclass(kind, (list, tuple, set, frozenset)):
+        return _contents(x)
     if kind.__name__ == "ndarray" and kind.__module__ == "numpy" and x.nbytes <= _SMALL:
         return id(x), x.tobytes(), x.shape, str(x.dtype)
-    if isinstance(x, dict):  # but not what functx knows of a function, in `Cache` say
-        return () if kind.__module__.startswith("functx.") else (*x, *x.values())
-    if isinstance(x, (type, types.ModuleType, Logger)) or not hasattr(x, "__dict__"):
+    if issubclass(kind, dict):  # but not what functx knows of a function, in `Cache` say
+        return () if kind.__module__.startswith("functx.") else _contents(x)
+    if issubclass(kind, (type, types.ModuleType, Logger)) or (found := attributes(x)) is None:
         return None
     # The hooks of a module lead to FSDP's state, and from there to the parameters of all other
     # modules. As inputs of the graph these would get their gradients after FSDP has reduced them.
     if kind.__module__.startswith("torch.distributed.") and not isinstance(x, torch.nn.Module):
         return None
     # No hooks; nor the parameters that a recurrent layer notes, anew at each call.
-    named = [(n, v) for n, v in vars(x).items() if not n.startswith("_flat_weight")]
-    return " ".join(map(str, vars(x))), *(v for _, v in named if not isinstance(v, dict) or v)
+    try:
+        names = " ".join(found)
+    except TypeError:  # a key that is not a str can't be read as an attribute
+        found = {n: v for n, v in found.items() if type(n) is str}
+        names = " ".join(found)
+    values: list[Any] = [names]
+    for n, v in found.items():
+        is_empty = (type(v) is dict or type(v) is OrderedDict) and not v
+        if not is_empty and not n.startswith("_flat_weight"):
+            values.append(v)
+    return values
+
+
+def _contents(x: Any) -> tuple[Any, ...]:
+    """The items of a container; those of a derived class are followed by its attributes."""
+    inside = contents(x) or ()
+    if type(x) in _BUILT_IN:
+        return inside
+    return *inside, len(inside), *(attributes(x) or {}).values()
 
 
 def variables(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -123,10 +144,19 @@ def variables(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from (("", value) for value in f.__defaults__ or ())
     yield from (f.__kwdefaults__ or {}).items()
     for _, space in named:
-        if isinstance(space, _SPACES) and not space.__name__.startswith("torch"):
+        if is_of(space, _SPACES) and not (known := _names_in(space))[0].startswith("torch"):
             for name in _names(f.__code__):
-                if isinstance(value := vars(space).get(name, f), Tensor) or type(value) in _PLAIN:
-                    yield f"{space.__name__}.{name}", value
+                value = known[1].get(name, f)
+                if is_of(value, Tensor) or type(value) in _PLAIN:
+                    yield f"{known[0]}.{name}", value
+
+
+def _names_in(space: Any) -> tuple[str, Any]:
+    """The name of a module or class and its namespace, without loading a lazy module."""
+    if is_of(space, type):
+        return _NAME_OF_CLASS(space), _DICT_OF_CLASS(space)
+    found = attributes(space) or {}
+    return str(found.get("__name__")), found
 
 
 @functools.cache
@@ -213,6 +243,6 @@ def _owner(x: Any, held: Sequence[Any]) -> str:
     """What holds it, containers aside."""
     for _ in range(9):  # of cycles, too
         x = next((h for h in held if any(v is x for v in _inside(h) or ())), x)
-        if not isinstance(x, (Tensor, dict, list, tuple, set)):
+        if not is_of(x, (Tensor, dict, list, tuple, set)):
             return f" by {name_of(x)}"
     return ""

@@ -13,12 +13,19 @@ from functx._errors import RematError
 def check(args: Any, kwargs: Any, name: str) -> None:
     """Refuse key-value caches, which a replay would read as the forward left them."""
     for a in (*args, *kwargs.values()):
-        if hasattr(type(a), "get_seq_length") and hasattr(type(a), "update"):
+        if _is_cache(type(a)):
             raise RematError(
                 f"remat: {name} fills a key-value cache, {type(a).__name__}; a replay would find "
                 "it full. Call the model with use_cache=False, as functx.apply_remat and "
                 "functx.patch_checkpoint do."
             )
+
+
+def _is_cache(kind: type) -> bool:
+    try:
+        return hasattr(kind, "get_seq_length") and hasattr(kind, "update")
+    except Exception:  # ``__getattr__`` of a metaclass may raise any error
+        return False
 
 
 def called(f: Any, args: Any, kwargs: Any, name: str, kind: Any = RematError) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _tree
+from functx._objects import contents
 
 INSIDE = 1 << 40
 RETURN, DATA, NAMED = "return", "a tensor of data", "checkpoint_name"
@@ -122,12 +123,11 @@ def listed(a: Any, given: list[Any], place: Callable[..., Any]) -> Any:
     if is_plain(a):
         given.append((tuple(a),))
         return a
-    if kind is list or isinstance(a, tuple):
-        given.append((kind.__name__, len(a)))
-        new = [listed(x, given, place) for x in a]
-        if all(x is y for x, y in zip(new, a)):
-            return a
-        return kind(*new) if hasattr(a, "_fields") else kind(new)
+    if issubclass(kind, (list, tuple)):
+        inside = contents(a) or ()
+        given.append((kind.__name__, len(inside)))
+        new = [listed(x, given, place) for x in inside]
+        return a if all(x is y for x, y in zip(new, inside)) else sequence_like(kind, new)
     if kind is dict:
         given.append(("dict", len(a)))
         new_dict = {k: listed(x, given, place) for k, x in a.items()}
@@ -139,6 +139,18 @@ def listed(a: Any, given: list[Any], place: Callable[..., Any]) -> Any:
     # Of a function, a generator or an object its class alone:
     given.append(_array(a) if kind.__module__ == "numpy" else (kind,))
     return a
+
+
+def sequence_like(kind: Any, new: list[Any]) -> Any:
+    """The items of ``new`` in place of a list or tuple of class ``kind``.
+
+    The constructor of a derived class is not called: it may take other arguments than the items.
+    """
+    if issubclass(kind, list):
+        return new
+    if kind is tuple or not hasattr(kind, "_fields"):
+        return kind(new) if hasattr(kind, "n_sequence_fields") else tuple(new)  # torch.return_types
+    return tuple.__new__(kind, new)  # a named tuple
 
 
 def _array(a: Any) -> Any:

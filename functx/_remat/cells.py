@@ -18,6 +18,7 @@ from weakref import ref
 
 from torch import Tensor
 
+from functx._objects import is_of
 from functx._remat.calls import ATOMS, is_plain
 
 
@@ -49,7 +50,7 @@ def _frozen(x: Any, key: list[Any], copies: dict[int, Any]) -> Any:
         inner = _frozen(x.__func__, key, copies)
         key.append(_reference(x.__self__))
         return x if inner is x.__func__ else types.MethodType(inner, x.__self__)
-    if isinstance(x, Wrapper):
+    if issubclass(kind, Wrapper):
         inner = _frozen(x.function, key, copies)
         return x if inner is x.function else type(x)(inner, x.options)
     if kind is types.BuiltinFunctionType:  # a function of C, or a method: ``x.mul`` holds ``x``
@@ -88,17 +89,19 @@ def _copied(f: types.FunctionType, key: list[Any], copies: dict[int, Any]) -> An
 def _part(x: Any) -> Any:
     """What an object is in an identity, which holds no tensor and no object of the program's."""
     kind = type(x)
-    if kind is float or isinstance(x, Tensor):
+    if kind is float or issubclass(kind, Tensor):
         return kind
-    if kind in ATOMS or (kind is tuple and is_plain(x)):
+    if (type(kind) is type and kind in ATOMS) or (kind is tuple and is_plain(x)):
         return kind, x
     return _reference(x)
 
 
 def _reference(x: Any) -> Any:
-    """An object as a part of a key, not held; ``None`` for a list, say."""
+    """A weak reference as a part of a key; ``None`` for a container or an object without hash."""
+    if is_of(x, (list, tuple, dict, set, frozenset)):  # ``__hash__`` of a class may load its items
+        return None
     try:
         hash(x)
         return ref(x)
-    except TypeError:
+    except Exception:  # ``__hash__`` of a class may raise any error
         return None

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch
 from functx._norms import NORMALISATIONS, normalised
+from functx._objects import contents, is_of
 from functx._remat import departures, levels, quick, saving
 from functx._remat.calls import (
     DATA,
@@ -32,6 +33,7 @@ from functx._remat.calls import (
     listed,
     read_by,
     same_call,
+    sequence_like,
 )
 from functx._remat.ledger import read_outside
 from functx._remat.region import Region
@@ -227,12 +229,11 @@ class Listener(TorchFunctionMode):
                 number = self._next()  # an operand in the other run, and not in this one
             self._result(out, number)
             return out
-        if not isinstance(out, (tuple, list)) or not out:
+        if not is_of(out, (tuple, list)):
             return out
-        new = [self._numbered(x, swaps, first) for x in out]
-        if all(x is y for x, y in zip(new, out)):
-            return out
-        return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
+        inside = contents(out) or ()
+        new = [self._numbered(x, swaps, first) for x in inside]
+        return out if all(x is y for x, y in zip(new, inside)) else sequence_like(type(out), new)
 
     def _number_due(self) -> int | None:
         """The number that the next result of the call at hand is to have, if that is expected."""

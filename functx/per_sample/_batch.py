@@ -7,14 +7,18 @@ one started.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType, MemberDescriptorType
 from typing import Any
 
 import torch
 
 from functx import _torch, _tree
+from functx._objects import attributes, contents, is_of
 from functx._validate import describe
 from functx._vmap import use_mapped_masks
 
@@ -25,8 +29,9 @@ InDims = int | tuple[Any, ...] | list[Any] | None
 class Batch:
     """Positional arguments of which some leaves hold one entry an example."""
 
-    leaves: list[Any]  # of all arguments
-    spec: _tree.TreeSpec
+    given: tuple[Any, ...]  # the arguments as the caller passed them; only their structure is used
+    leaves: list[Any]  # of all arguments; a TensorDict whose batch size has examples is one leaf
+    specs: list[tuple[_tree.TreeSpec, int]]  # of each argument, the structure and number of leaves
     dims: list[int | None]  # for each leaf the dimension of the examples, None where it is shared
     size: int  # how many examples there are
     kwargs: dict[str, Any]  # shared
@@ -38,18 +43,18 @@ class Batch:
         """The examples from ``start`` to ``stop``, as views."""
         if (start, stop) == (0, self.size):
             return self  # which sparse tensors have no view of
-        leaves = self._each(lambda leaf, dim: leaf.narrow(dim, start, stop - start))
+        leaves = self._each(lambda leaf, dim: _part(leaf, dim, slice(start, stop)))
         return replace(self, leaves=leaves, size=stop - start, start=self.start + start)
 
     def take(self, index: torch.Tensor) -> Batch:
         """The examples that an index names, as copies."""
-        leaves = self._each(lambda leaf, dim: leaf.index_select(dim, index.to(leaf.device)))
+        leaves = self._each(lambda leaf, dim: _part(leaf, dim, index))
         return replace(self, leaves=leaves, size=len(index), start=0, whole=(0, len(index)))
 
     def zeros(self) -> Batch:
         """One example of zeros, like those that are missing."""
         leaves = self._each(
-            lambda leaf, dim: leaf.new_zeros(shape_of_one(leaf, dim)).unsqueeze(dim)
+            lambda leaf, dim: leaf.new_zeros((*leaf.shape[:dim], 1, *leaf.shape[dim + 1 :]))
         )
         return replace(self, leaves=leaves, size=1, start=0, whole=(0, 1))
 
@@ -58,29 +63,51 @@ class Batch:
             leaf if dim is None else change(leaf, dim) for leaf, dim in zip(self.leaves, self.dims)
         ]
 
-    def args(self) -> tuple[Any, ...]:
-        """The arguments, all examples together."""
-        return _tree.unflatten(self.spec, self.leaves)
+    def of_differentiated(self, each: Sequence[Any]) -> list[Any]:
+        """The part of ``each``, a list with an entry for each leaf, for what is differentiated."""
+        ends = [0, *itertools.accumulate(count for _, count in self.specs)]
+        return [one for at in self.positions for one in each[ends[at] : ends[at + 1]]]
+
+    def _arguments(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments of one example, rebuilt from its leaves."""
+        it = iter(leaves)
+        return [_tree.unflatten(spec, itertools.islice(it, count)) for spec, count in self.specs]
 
     @property
     def alone(self) -> bool:
         """Whether this is one example, which runs as it is, without the limitations of ``vmap``."""
         return self.size == 1 and not _torch.transforming()
 
-    def map(self, func: Callable[..., Any], randomness: str) -> Any:
-        """``func`` of each example, leaves of shape ``(c, ...)``: by ``vmap``, or of one alone."""
+    def map(
+        self, func: Callable[..., Any], randomness: str
+    ) -> tuple[list[torch.Tensor], _tree.TreeSpec]:
+        """``func`` of each example: by ``vmap``, or of one alone.
 
-        def example(*leaves: Any) -> Any:
-            return func(*_tree.unflatten(self.spec, leaves), **self.kwargs)
+        Returns the leaves, of shape ``(c, ...)``, and the structure of the result of one example.
+        `stacked` rebuilds the result once, at the end, since a class of the user may check the
+        shapes of its tensors.
+        """
+        structure: list[_tree.TreeSpec] = []
+
+        def example(*leaves: Any) -> list[Any]:
+            flat, spec = _tree.flatten(func(*self._arguments(leaves), **self.kwargs))
+            structure.append(spec)
+            return flat
 
         if self.alone:
             # Only the first example of a call pays for looking at every operation.
             with _allowed(randomness, first=self.start == 0):
-                result = example(*self._each(lambda leaf, dim: leaf.select(dim, 0)))
-            return _tree.map_(lambda leaf: leaf.unsqueeze(0), result)
+                result = example(*self._each(lambda leaf, dim: _part(leaf, dim, 0)))
+            if wrong := [leaf for leaf in result if not isinstance(leaf, torch.Tensor)]:
+                raise ValueError(
+                    f"per_sample: expected a function that returns tensors, got "
+                    f"{describe(wrong[0])} of type {type(wrong[0]).__name__}"
+                )
+            return [leaf.unsqueeze(0) for leaf in result], structure[-1]
         use_mapped_masks()
+        mapped = torch.func.vmap(example, tuple(self.dims), randomness=randomness)
         try:
-            return torch.func.vmap(example, tuple(self.dims), randomness=randomness)(*self.leaves)
+            return [*mapped(*self.leaves)], structure[-1]
         except RuntimeError as error:
             if "randomness error mode" in str(error):
                 error.add_note("per_sample: give it randomness='different', or 'same'.")
@@ -90,11 +117,35 @@ class Batch:
         """What two batches share that differ in values and in the number of examples only."""
 
         def of(leaf: Any, dim: int | None) -> Any:
+            if _tree.is_tensor_dict(leaf):
+                inside, spec = _tree.flatten(leaf)
+                return spec, tuple(of(one, dim) for one in inside)
             if not isinstance(leaf, torch.Tensor):
                 return type(leaf)
             return shape_of_one(leaf, dim), leaf.dtype, leaf.device, dim
 
-        return self.spec, self.positions, *map(of, self.leaves, self.dims)
+        return tuple(self.specs), self.positions, *map(of, self.leaves, self.dims)
+
+
+def _part(leaf: Any, dim: int, examples: int | slice | torch.Tensor) -> Any:
+    """The examples that ``examples`` selects from a tensor or a TensorDict."""
+    if not isinstance(leaf, torch.Tensor):  # `select` of a TensorDict selects keys
+        return leaf[(*[slice(None)] * dim, examples)]
+    if isinstance(examples, int):
+        return leaf.select(dim, examples)
+    if isinstance(examples, slice):
+        return leaf.narrow(dim, examples.start, examples.stop - examples.start)
+    return leaf.index_select(dim, examples.to(leaf.device))
+
+
+def stacked(spec: _tree.TreeSpec, leaves: Sequence[torch.Tensor]) -> Any:
+    """The results of all examples, in the structure of one, from leaves of shape ``(B, ...)``."""
+    whole = _tree.unflatten(spec, leaves)
+    parts = _tree.flatten(whole, _tree.is_tensor_dict)[0]
+    if not (any(map(_tree.is_tensor_dict, parts)) and leaves and len(leaves[0])):
+        return whole
+    # Under vmap a TensorDict is rebuilt with the batch size that torch.func.vmap gives it.
+    return torch.func.vmap(lambda *one: _tree.unflatten(spec, one))(*leaves)
 
 
 def shape_of_one(leaf: torch.Tensor, dim: int | None) -> torch.Size:
@@ -128,13 +179,17 @@ def batch_of(
     api: str,
 ) -> Batch:
     """The arguments of one call, with the examples found in them."""
-    leaves, spec = _tree.flatten(args)
+    found = [
+        _tree.flatten(arg, None if position in positions else _is_mapped_whole)
+        for position, arg in enumerate(args)
+    ]
+    leaves, specs = [leaf for own, _ in found for leaf in own], [(s, len(own)) for own, s in found]
     dims = _flat_dims(args, in_dims, positions, api)
     for at, (leaf, dim) in enumerate(zip(leaves, dims)):
         if dim is None:
             continue
         where = f"{api}: in_dims maps over dimension {dim} of {describe(leaf)}"
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, torch.Tensor) and not _is_mapped_whole(leaf):
             raise ValueError(
                 f"{where} of type {type(leaf).__name__}; only tensors hold examples, use None there"
             )
@@ -155,7 +210,7 @@ def batch_of(
             f"{api}: expected all tensors to have the same number of examples, got sizes "
             f"{[size, *others]}; give in_dims, with None for what all examples share"
         )
-    return Batch(leaves, spec, dims, size, kwargs, positions, 0, (0, size))
+    return Batch(args, leaves, specs, dims, size, kwargs, positions, 0, (0, size))
 
 
 def _flat_dims(
@@ -166,7 +221,7 @@ def _flat_dims(
         return [
             None if position in shared or not _is_batched(leaf, api) else 0
             for position, arg in enumerate(args)
-            for leaf in _tree.leaves(arg)
+            for leaf in _tree.flatten(arg, None if position in shared else _is_mapped_whole)[0]
         ]
     if isinstance(in_dims, int):
         in_dims = (in_dims,) * len(args)
@@ -178,7 +233,7 @@ def _flat_dims(
     flat: list[int | None] = []
     for position, (dims, arg) in enumerate(zip(in_dims, args)):
         try:
-            flat += _tree.spread(dims, arg)
+            flat += _tree.spread(dims, arg, None if position in shared else _is_mapped_whole)
         except ValueError as error:
             raise ValueError(f"{api}: in_dims of argument {position}: {error}") from None
     if wrong := [dim for dim in flat if dim is not None and type(dim) is not int]:
@@ -188,16 +243,35 @@ def _flat_dims(
 
 def _is_batched(leaf: Any, api: str) -> bool:
     """Whether a leaf holds examples, by default."""
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, torch.Tensor) or _is_mapped_whole(leaf):
         return True
-    inside = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
-    if any(isinstance(one, torch.Tensor) for one in inside):
+    inside = [*_inside(leaf)]
+    inside += [one for part in inside for one in contents(part) or ()]  # of a UserDict, say
+    if any(is_of(one, torch.Tensor) for one in inside):
         raise ValueError(
             f"{api}: a {type(leaf).__name__}, which holds tensors, is no pytree: pass a dict or a "
             "tuple of them, or register it with torch.utils._pytree; or give in_dims, with None "
             "for what all examples share"
         )
     return False
+
+
+def _inside(leaf: Any) -> Iterator[Any]:
+    """The values that an object holds, as far as they can be read without running its code."""
+    yield from contents(leaf) or ()
+    yield from (attributes(leaf) or {}).values()
+    if type(leaf) is MappingProxyType:
+        yield from gc.get_referents(leaf)
+    for cls in type(leaf).__mro__:
+        for slot in vars(cls).values():
+            if type(slot) is MemberDescriptorType and slot.__objclass__ is cls:
+                with suppress(AttributeError):  # not set
+                    yield slot.__get__(leaf)
+
+
+def _is_mapped_whole(one: Any) -> bool:
+    """Whether an argument, or a part of one, is a TensorDict whose batch size has examples."""
+    return _tree.is_tensor_dict(one) and one.ndim > 0
 
 
 def split_batches(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]] | None:
@@ -208,8 +282,8 @@ def split_batches(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]] | None:
     kinds = (Iterator, torch.utils.data.DataLoader)
     if not args or isinstance(args[-1], torch.Tensor) or not isinstance(args[-1], kinds):
         return None
-    batches = (one if isinstance(one, (tuple, list)) else (one,) for one in args[-1])
-    return ((*args[:-1], *batch) for batch in batches)
+    batches = (contents(one) if is_of(one, (tuple, list)) else (one,) for one in args[-1])
+    return ((*args[:-1], *(batch or ())) for batch in batches)
 
 
 def joined(batches: Sequence[Batch]) -> tuple[Any, ...]:
@@ -218,7 +292,9 @@ def joined(batches: Sequence[Batch]) -> tuple[Any, ...]:
         own[0] if dim is None else torch.cat(own, dim)
         for dim, *own in zip(batches[0].dims, *(batch.leaves for batch in batches), strict=True)
     ]
-    return _tree.unflatten(batches[0].spec, leaves)
+    it = iter(leaves)
+    specs = batches[0].specs
+    return tuple(_tree.unflatten(spec, itertools.islice(it, count)) for spec, count in specs)
 
 
 def kept_rows(is_padding: Any, size: int, api: str) -> torch.Tensor | None:

@@ -100,7 +100,7 @@ class BatchedFunction:
 
     def differentiated(self, batch: Batch) -> Any:
         """The differentiated argument, or the tuple of them."""
-        args = batch.args()
+        args = batch.given
         chosen = tuple(args[position] for position in batch.positions)
         return chosen[0] if isinstance(self.argnums, int) else chosen
 

@@ -42,7 +42,8 @@ class Arrivals:
     keeps: bool  # whether gradients are kept
     factors: bool  # whether they may be known by factors
     values: Any = field(init=False)  # the losses, of shape (c,)
-    aux: Any = field(init=False)  # leaves of shape (c, ...)
+    aux: list[Any] = field(init=False)  # leaves of shape (c, ...)
+    structure: Any = field(init=False)  # of the aux of one example
     squares: dict[int, torch.Tensor] = field(init=False, default_factory=dict)  # by group
     kept: dict[int, Rows] = field(init=False, default_factory=dict)  # by leaf
     numbers: int = field(init=False, default=0)  # of all gradients
@@ -80,7 +81,7 @@ def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals)
         if before is not None:
             restore_random_state(before)
     elif function.compiled is not None and (found := function.compiled.run(batch)) is not None:
-        arrivals.values, arrivals.aux, rows = found
+        arrivals.values, arrivals.aux, arrivals.structure, rows = found
         for leaf in range(len(rows)):
             arrivals.gradient(leaf, rows[leaf])
             rows[leaf] = None
@@ -110,9 +111,10 @@ def _pull_back(
         value, aux, pullback = _recorded(function, args, kwargs, batch.positions, plain)
         with mode.pulling_back() if mode else nullcontext():
             pullback.feed(torch.ones_like(value), take)
-        return value, (_tree.map_(_tensor, aux) if function.has_aux else ())
+        flat, arrivals.structure = _tree.flatten(aux if function.has_aux else ())
+        return value, [*map(_tensor, flat)]
 
-    arrivals.values, arrivals.aux = batch.map(example, function.chunks.randomness)
+    (arrivals.values, *arrivals.aux), _ = batch.map(example, function.chunks.randomness)
 
 
 def _recorded(
@@ -190,8 +192,8 @@ class CompiledGradients:
         self._graphs: dict[Any, tuple[int, Callable[..., Any]]] = {}
         self._lock = threading.RLock()
 
-    def run(self, batch: Batch) -> tuple[Any, Any, list[Any]] | None:
-        """Values, auxiliary outputs and gradients by leaf; ``None`` if there is no graph."""
+    def run(self, batch: Batch) -> tuple[Any, list[Any], Any, list[Any]] | None:
+        """Values, leaves and structure of aux, gradients by leaf; ``None`` if there is no graph."""
         if batch.size == 1:
             return None
         key, shapes = batch.signature(), len(self._graphs)
@@ -206,23 +208,35 @@ class CompiledGradients:
             return None
         try:
             with self._lock:
-                found, value = graph(batch.leaves, batch.kwargs)
+                rows, value, aux, structure = graph(batch.leaves, batch.kwargs)
         except TracingError as error:
             self._graphs[key] = 0, graph
             self._warn(str(error))
             return None
-        value, aux = value if self._function.has_aux else (value, None)
-        return value, aux, _tree.leaves(found)
+        return value, aux, structure, rows
 
     def _graph_for(self, batch: Batch) -> Callable[..., Any]:
         """The gradients of chunks like one, and their values."""
         # (What `gradients` reads is part of a graph's signature: nothing that changes.)
-        form, randomness = replace(batch, leaves=[], kwargs={}), self._function.chunks.randomness
+        form = replace(batch, given=(), leaves=[], kwargs={})
+        randomness = self._function.chunks.randomness
         has_aux = self._function.has_aux
-        each = _transforms.grad_and_value(self._function.func, batch.positions, has_aux)
+        grad_and_value = _transforms.grad_and_value(self._function.func, batch.positions, has_aux)
 
         def gradients(leaves: list[Any], kwargs: dict[str, Any]) -> Any:
-            return replace(form, leaves=leaves, kwargs=kwargs).map(each, randomness)
+            structure: Any = None
+
+            def each(*args: Any, **kwargs: Any) -> Any:
+                nonlocal structure
+                found, value = grad_and_value(*args, **kwargs)
+                value, aux = value if has_aux else (value, ())
+                flat, structure = _tree.flatten(aux)
+                return value, flat, _tree.leaves(found)
+
+            own = replace(form, leaves=leaves, kwargs=kwargs)
+            (value, *rest), _ = own.map(each, randomness)
+            aux = rest[: structure.num_leaves]
+            return rest[len(aux) :], value, aux, structure
 
         return self._compiler(gradients)
 

@@ -22,7 +22,13 @@ import torch
 
 from functx import _torch, _tree, _validate, memory
 from functx._lines import line_of, where
-from functx.per_sample._batch import Batch, Counted, random_state, restore_random_state
+from functx.per_sample._batch import (
+    Batch,
+    Counted,
+    random_state,
+    restore_random_state,
+    stacked,
+)
 
 
 def followed(leaves: Sequence[Any]) -> bool:
@@ -77,17 +83,20 @@ class Reduction:
 
     Attributes:
         func: The function of one example.
+        structure: That of its result, once it has run.
         randomness: As for `Batch.map`.
         stack: The rows that `run` has returned.
     """
 
     def __init__(self, func: Callable[..., Any], randomness: str) -> None:
         self.func, self.randomness, self.stack = func, randomness, Stack()
+        self.structure: _tree.TreeSpec = None
         self.is_all = False  # while it is measured: one chunk stands for all examples
 
     def run(self, batch: Batch) -> Any:
-        """Compute one chunk, which may run again; returns a pytree of rows to stack."""
-        return batch.map(self.func, self.randomness)
+        """Compute one chunk, which may run again; returns rows to stack, in built-in containers."""
+        leaves, self.structure = batch.map(self.func, self.randomness)
+        return leaves
 
     def stack_rows(self, batch: Batch) -> None:
         """Compute one chunk, up to what can't be undone."""
@@ -99,7 +108,7 @@ class Reduction:
 
     def result(self, counted: Counted) -> Any:
         """The result of all chunks."""
-        return self.stack.close(counted)
+        return stacked(self.structure, self.stack.close(counted))
 
 
 class _Line:

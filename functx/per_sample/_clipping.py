@@ -44,8 +44,7 @@ def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Grou
             pack, thresholds = lambda each: dict(zip(names, each)), [max_norm] * len(names)
         else:
             thresholds, spec = _tree.flatten(max_norm)
-            numbers = _tree.unflatten(spec, range(len(thresholds)))
-            of_leaf = _tree.spread(numbers, differentiated)
+            of_leaf = _tree.spread_numbers(max_norm, differentiated)
             pack = functools.partial(_tree.unflatten, spec)
     except ValueError as error:
         name = "max_norm" if groups is None else "groups"

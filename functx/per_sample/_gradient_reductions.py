@@ -7,13 +7,12 @@ chunk are kept, by their factors where these are known.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from functx import _tree
-from functx.per_sample._batch import Batch, Counted, shape_of_one
+from functx.per_sample._batch import Batch, Counted, shape_of_one, stacked
 from functx.per_sample._batched_function import BatchedFunction
 from functx.per_sample._chunk_gradients import Arrivals, chunk_gradients
 from functx.per_sample._chunks import Reduction, out_of_memory
@@ -57,9 +56,9 @@ class StackedResults(Reduction):
         self._names, self._gradients = names, gradients
         self.like: list[torch.Tensor] = []
         self._norm_dtype = torch.float32
-        leaves, self.spec = _tree.flatten(function.differentiated(batch))
-        dims = _tree.leaves(function.differentiated(replace(batch, leaves=batch.dims)))
-        for leaf, dim in zip(leaves, dims):
+        self.spec = _tree.flatten(function.differentiated(batch))[1]
+        leaves, dims = map(batch.of_differentiated, (batch.leaves, batch.dims))
+        for leaf, dim in zip(leaves, dims, strict=True):
             self.like.append(leaf.detach().new_empty(()).expand(shape_of_one(leaf, dim)))
             wanted = norm_dtype(leaf.dtype, accumulation_dtype)
             self._norm_dtype = torch.promote_types(self._norm_dtype, wanted)
@@ -68,17 +67,27 @@ class StackedResults(Reduction):
         """Compute one chunk."""
         rows, kept, _ = self.pull_back(batch, keeps=self._gradients)
         if self._gradients:
-            leaves = [
+            rows["gradients"] = [
                 kept[leaf] if leaf in kept else like.new_zeros(batch.size, *like.shape)
                 for leaf, like in enumerate(self.like)
             ]
-            rows["gradients"] = _tree.unflatten(self.spec, leaves)
         return rows
 
     def result(self, counted: Counted) -> Any:
         """The gradients or else the norms, and what else was asked for."""
-        found = self.stack.close(counted)
+        found = self._closed(counted)
         return _with_extras(found.pop("gradients" if self._gradients else "norms"), found)
+
+    def _closed(self, counted: Counted) -> dict[str, Any]:
+        """What has been stacked, as users see it."""
+        found = self.stack.close(counted)
+        if "gradients" in found:
+            found["gradients"] = stacked(self.spec, found["gradients"])
+        if "norms" in found:
+            found["norms"] = self.groups.pack(found["norms"])
+        if "aux" in found:
+            found["aux"] = stacked(self.structure, found["aux"])
+        return found
 
     def pull_back(
         self, batch: Batch, keeps: bool
@@ -87,10 +96,11 @@ class StackedResults(Reduction):
         groups = None if self._gradients and "norms" not in self._names else self.groups.of_leaf
         arrivals = Arrivals(groups, self._norm_dtype, keeps, factors=not self._gradients)
         found = chunk_gradients(self.function, batch, arrivals)
+        self.structure = found.structure
         zeros = self.like[0].new_zeros(batch.size, dtype=self._norm_dtype)
         numbers = range(len(self.groups.thresholds))
         norms = [found.squares.get(group, zeros).sqrt() for group in numbers]
-        rows = {"values": found.values, "norms": self.groups.pack(norms), "aux": found.aux}
+        rows = {"values": found.values, "norms": norms, "aux": found.aux}
         return {name: rows[name] for name in self._names}, found.kept, norms
 
 
@@ -146,7 +156,7 @@ class ClippedSum(StackedResults):
         if counted.empty:
             totals = [torch.zeros_like(total) for total in totals]
         totals = all_reduced(totals, self._process_group)
-        return _with_extras(_tree.unflatten(self.spec, totals), self.stack.close(counted))
+        return _with_extras(_tree.unflatten(self.spec, totals), self._closed(counted))
 
 
 def _with_extras(result: Any, extras: dict[str, Any]) -> Any:

@@ -72,7 +72,11 @@ def gram(
             )
         return output, output
 
-    jacobian = jacrev(with_output, argnums, has_aux=True)
+    both = jacrev(with_output, argnums, has_aux=True)
+
+    def jacobian(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        found, output = both(*args, **kwargs)
+        return output, _tree.leaves(found)
 
     @functools.wraps(function.func, updated=())
     def products(*args: Any, others: Any = None, **kwargs: Any) -> Any:
@@ -122,9 +126,8 @@ class _GramMatrix(Reduction):
 
     def _jacobians(self, batch: Batch) -> list[torch.Tensor]:
         """The Jacobians of a chunk by leaf."""
-        found, output = super().run(batch)
+        output, *leaves = super().run(batch)
         self._shape = output.shape[1:]
-        leaves = _tree.leaves(found)
         return [leaf.reshape(len(leaf), self._shape.numel(), -1) for leaf in leaves]
 
     def _block(self, own: list[torch.Tensor], other: Any, columns: int) -> torch.Tensor:

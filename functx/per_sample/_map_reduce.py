@@ -10,7 +10,7 @@ import torch
 from functx import _tree, _validate
 from functx._jacobians import jacfwd, jacrev
 from functx._validate import Argnums
-from functx.per_sample._batch import Batch, Counted, InDims
+from functx.per_sample._batch import Batch, Counted, InDims, stacked
 from functx.per_sample._batched_function import BatchedFunction, Func
 from functx.per_sample._chunks import Chunks, Reduction
 
@@ -147,11 +147,11 @@ class _Reduced(Reduction):
     def run(self, batch: Batch) -> tuple[()]:
         rows = super().run(batch)
         if callable(self._reduce):
-            part = self._reduce(rows)
+            part = self._reduce(stacked(self.structure, rows))
         elif self._reduce in ("min", "max"):
-            part = _tree.map_(lambda leaf: getattr(leaf, f"a{self._reduce}")(0), rows)
+            part = [getattr(leaf, f"a{self._reduce}")(0) for leaf in rows]
         else:
-            part = _tree.map_(lambda leaf: leaf.sum(0, dtype=self._dtype), rows)
+            part = [leaf.sum(0, dtype=self._dtype) for leaf in rows]
         if self._count:
             part = self._combined(self._total, part)
         self._total, self._count = part, self._count + batch.size
@@ -178,8 +178,11 @@ class _Reduced(Reduction):
     def result(self, counted: Counted) -> Any:
         if counted.empty and self._reduce != "sum":
             raise ValueError(f"{self._api}: no example to reduce")
+        if callable(self._reduce):
+            return self._total
+        total = self._total
         if counted.empty:
-            return _tree.map_(torch.zeros_like, self._total)
+            total = [torch.zeros_like(leaf) for leaf in total]
         if self._reduce == "mean":
-            return _tree.map_(lambda leaf: leaf / self._count, self._total)
-        return self._total
+            total = [leaf / self._count for leaf in total]
+        return _tree.unflatten(self.structure, total)

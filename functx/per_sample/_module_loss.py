@@ -19,6 +19,7 @@ from torch import nn
 
 from functx import _torch, _tree
 from functx._functional_call import functional_call
+from functx._objects import contents, is_of
 
 Params = dict[str, torch.Tensor]
 
@@ -74,16 +75,16 @@ def module_loss(
     def loss(params: Params, inputs: Any, *targets: Any) -> Any:
         if not torch.compiler.is_compiling():
             check_module(module)
-        inputs, targets = _tree.map_(
-            lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, torch.Tensor) else leaf,
-            (inputs, targets),
-        )
-        args, kwargs = inputs if isinstance(inputs, (tuple, list)) else (inputs,), {}
-        if isinstance(inputs, Mapping):
+        leaves, spec = _tree.flatten((inputs, targets), _tree.is_tensor_dict)
+        inputs, targets = _tree.unflatten(spec, [_as_batch(leaf) for leaf in leaves])
+        args = contents(inputs) if is_of(inputs, (tuple, list)) else (inputs,)
+        kwargs: dict[str, Any] = {}
+        if isinstance(inputs, Mapping) and not _tree.is_tensor_dict(inputs):
             args, kwargs = (), dict(inputs)
-        value = criterion(functional_call(module, params, tuple(args), kwargs), *targets)
+        value = criterion(functional_call(module, params, args, kwargs), *targets)
         if outputs:
-            return _tree.map_(_first_row, value)
+            leaves, spec = _tree.flatten(value, _tree.is_tensor_dict)
+            return _tree.unflatten(spec, [_first_row(leaf) for leaf in leaves])
         is_number = isinstance(value, torch.Tensor) and value.numel() == 1
         return value.reshape(()) if is_number else value
 
@@ -92,8 +93,16 @@ def module_loss(
     return loss
 
 
+def _as_batch(leaf: Any) -> Any:
+    return leaf.unsqueeze(0) if _has_shape(leaf) else leaf
+
+
 def _first_row(leaf: Any) -> Any:
-    return leaf.squeeze(0) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+    return leaf.squeeze(0) if _has_shape(leaf) and leaf.dim() else leaf
+
+
+def _has_shape(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) or _tree.is_tensor_dict(leaf)
 
 
 def trainable(module: nn.Module) -> Params:

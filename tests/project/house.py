@@ -93,7 +93,8 @@ WINGS = {
         (
             *("functx._transforms", "functx._jacobians", "functx._vmap", "functx._reverse_mode"),
             *("functx._dead_wrappers", "functx._arrays", "functx._tree", "functx._validate"),
-            *("functx._errors", "functx._lines", "functx._functional_call", "functx"),
+            *("functx._errors", "functx._lines", "functx._functional_call", "functx._objects"),
+            "functx",
         ),
         9_000,
     ),
@@ -110,7 +111,7 @@ WINGS = {
             *("functx._residuals", "functx.memory", "functx._storages", "functx._tensor_names"),
             "functx._pictures",
         ),
-        1_010,
+        1_020,
     ),
     "whole models": (
         (
@@ -121,7 +122,7 @@ WINGS = {
         1_900,
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
-    "per_sample": (("functx.per_sample",), 2_500),
+    "per_sample": (("functx.per_sample",), 9_000),
     "jit, graph": (("functx._jit", "functx.graph"), 9_000),
     "private torch": (("functx._torch",), 9_000),
     "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_360),
