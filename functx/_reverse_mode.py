@@ -178,9 +178,9 @@ def record(
     positions = _validate.resolve_argnums(argnums, len(args), api)
     _validate.check_inputs(args, positions, api)
     args, kwargs = taken_in(api, (args, kwargs))
+    norms = _norms.around((args, kwargs), once=once)  # asked for outside of the new level
     with (
         _hooks_disabled(),
-        _norms.around((args, kwargs), once=once),
         _outside_inference_mode(),
         _torch.grad_level() as level,
         torch.enable_grad(),
@@ -201,7 +201,8 @@ def record(
         inputs = tuple(args[position] for position in positions)
         for leaf in _tree.leaves(inputs):
             _torch.require_grad(leaf)
-        output, aux = func(*args, **kwargs), None
+        with norms:
+            output, aux = func(*args, **kwargs), None
         if has_aux:
             output, aux = _validate.split_aux(output, api)
         (check_output or partial(_validate.check_outputs, api=api))(output)
