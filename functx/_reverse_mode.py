@@ -47,6 +47,11 @@ _WAYS_OUT = {
     "it under functx.patch_checkpoint(), or use functx.checkpoint.",
     "_scaled_dot_product_": "Fused attention has but first derivatives, in reverse mode: call it "
     "under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).",
+    "from the 'SparseC": "vmap has no rules for sparse gradients. If they are those of "
+    "nn.Embedding(sparse=True) or nn.EmbeddingBag: set its attribute sparse to False, or use "
+    "functx.per_sample, whose gradients are dense.",
+    "aten::embedding_renorm_": "nn.Embedding(max_norm=) writes to its weight, which vmap can't do "
+    "for each example. functx.per_sample can: it looks rows up in a renormalised copy.",
     "'workspace'": "vmap can't run the pullback of nn.LSTM on a CPU: functx.per_sample takes "
     "chunk_size=1; its gram and jacobian need torch.backends.mkldnn.flags(enabled=False) as well.",
 }

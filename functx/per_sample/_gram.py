@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,7 +118,8 @@ class _GramMatrix(Reduction):
         super().__init__(jacobian, function.chunks.randomness)
         self._api, self._outputs = function.api, outputs
         self._mirror, right = others is None, left if others is None else others
-        self._right = right if right.size else right.zeros()
+        right = replace(right, call=left.call)  # an example of either may hand on something
+        self._right = right if right.size else replace(right.zeros(), call=left.call)
         self._shape = torch.Size()
 
     def _jacobians(self, batch: Batch) -> list[torch.Tensor]:
