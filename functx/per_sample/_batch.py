@@ -24,7 +24,7 @@ InDims = int | tuple[Any, ...] | list[Any] | None
 
 
 @dataclass
-class Call:
+class ChunkedCall:
     """What all chunks of one call share."""
 
     api: str = "per_sample"
@@ -65,7 +65,7 @@ class Batch:
     positions: tuple[int, ...]  # of the differentiated arguments
     start: int  # the position of the first example among all of the call
     whole: tuple[int, int]  # position and size of the batch that this is a chunk of
-    call: Call = field(default_factory=Call, compare=False, repr=False)
+    call: ChunkedCall = field(default_factory=ChunkedCall, compare=False, repr=False)
 
     def chunk(self, start: int, stop: int) -> Batch:
         """The examples from ``start`` to ``stop``, as views."""

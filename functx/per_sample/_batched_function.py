@@ -16,7 +16,7 @@ from functx import _validate
 from functx._validate import Argnums
 from functx.per_sample._batch import (
     Batch,
-    Call,
+    ChunkedCall,
     Counted,
     InDims,
     batch_of,
@@ -126,7 +126,7 @@ class BatchedFunction:
         reduction: Reduction | None = None
         kept, total, seen = None, 0, 0
         special = self._module is not None and has_special_embeddings(self._module)
-        call = Call(self.api, self._module, special)
+        call = ChunkedCall(self.api, self._module, special)
         for one in [args] if batches is None else batches:
             batch = replace(self.batch(one, kwargs), call=call)
             kept = kept_rows(is_padding, batch.size, self.api)

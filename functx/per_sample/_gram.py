@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from functx import _tree
+from functx import _tree, _validate
 from functx._jacobians import jacrev
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, Counted, InDims, joined, split_batches
@@ -17,6 +17,7 @@ from functx.per_sample._batched_function import BatchedFunction, Func
 from functx.per_sample._chunks import Chunks, Reduction
 
 
+@_validate.with_options
 def gram(
     func: Func,
     argnums: Argnums = 0,

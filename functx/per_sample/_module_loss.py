@@ -121,7 +121,7 @@ def own_buffers(module: nn.Module, api: str) -> Iterator[None]:
     Raises:
         ValueError: The forward has assigned to a buffer what depends on the example.
     """
-    before = [(part, {**part._buffers}) for part in module.modules()]
+    before = [(part, _buffers_of(part)) for part in module.modules()]
     try:
         yield
     finally:
@@ -134,17 +134,20 @@ def own_buffers(module: nn.Module, api: str) -> Iterator[None]:
         )
 
 
-def _replace_wrappers(part: nn.Module, old: dict[str, torch.Tensor | None]) -> list[str]:
+def _buffers_of(part: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(part.named_buffers(recurse=False, remove_duplicate=False))
+
+
+def _replace_wrappers(part: nn.Module, old: dict[str, torch.Tensor]) -> list[str]:
     """Put values in the place of wrappers; returns the names of buffers that had one an example."""
     mixed = []
-    for name, buffer in part._buffers.items():
-        if buffer is old.get(name) or not isinstance(buffer, torch.Tensor):
-            continue
-        value = _torch.alive(buffer)
+    for name, buffer in _buffers_of(part).items():
+        value = buffer if buffer is old.get(name) else _torch.alive(buffer)
         if _torch.is_batched(value) and _torch.level_of(value) > _torch.functorch_depth():
             mixed.append(name)
-            value = old.get(name)
-        part._buffers[name] = value
+            setattr(part, name, old.get(name))
+        elif value is not buffer:
+            setattr(part, name, value)
     return mixed
 
 
