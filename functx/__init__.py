@@ -32,8 +32,11 @@ Compiled:
 
 Workloads and other frameworks:
     per_sample: gradients, norms and clipped sums of each example, in little memory.
-    compat: the same function in JAX; import it as functx.compat.
+    compat: the same function in JAX; loaded when it is first used, and JAX with it only then.
 """
+
+import importlib as _importlib
+import typing as _typing
 
 from torch.func import debug_unwrap as debug_unwrap
 from torch.func import functionalize as functionalize
@@ -81,6 +84,21 @@ try:
     from torch.func import rearrange as rearrange
 except ImportError:  # before torch 2.13 it is exported by functorch alone
     from functorch.einops import rearrange as rearrange  # type: ignore[import-untyped,no-redef]
+
+if _typing.TYPE_CHECKING:
+    from functx import compat as compat
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """``functx.compat``, without an import of its own."""
+    if name == "compat":
+        return _importlib.import_module("functx.compat")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "compat"})
+
 
 __all__ = sorted(name for name in globals() if not name.startswith("_"))
 __version__ = "0.1.0"

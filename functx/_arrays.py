@@ -38,6 +38,7 @@ def by_arguments(transform: T) -> T:
 
     @functools.wraps(transform)
     def chosen(func: Any, *options: Any, **named: Any) -> Any:
+        _validate.check_options(name, named)
         _validate.check_callable(func, name)
         own = transform(func, *options, **named)
 
@@ -62,6 +63,7 @@ def by_primals(transform: T) -> T:
 
     @functools.wraps(transform)
     def chosen(func: Any, *args: Any, **named: Any) -> Any:
+        _validate.check_options(name, named)
         _validate.check_callable(func, name)
         if (backend := backend_of(name, args, named)) is None:
             return transform(func, *args, **named)

@@ -23,6 +23,7 @@ from functx._remat import checked_options, run
 from functx._torch import compiler
 from functx._validate import check_callable, name_of, warn_if_later
 
+_OF_REMAT = frozenset({"policy", "budget", "prevent_cse", "static_argnums", "static_argnames"})
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -125,7 +126,18 @@ def checkpoint(
         debug=debug,
     )
     options = replace(options, name=name_of(function), early_stop=early_stop)
-    return run(body, args, kwargs, options)
+    if _OF_REMAT.isdisjoint(kwargs):
+        return run(body, args, kwargs, options)
+    try:
+        return run(body, args, kwargs, options)
+    except TypeError as error:
+        for name in _OF_REMAT.intersection(kwargs):
+            if f"unexpected keyword argument {name!r}" in str(error):
+                error.add_note(
+                    f"checkpoint passes {name!r} on to the function, as torch's does. For options "
+                    "of functx.remat call functx.remat(function, ...)(*args)."
+                )
+        raise
 
 
 def checkpoint_sequential(

@@ -55,6 +55,11 @@ _WAYS_OUT = {
     "it under functx.patch_checkpoint(), or use functx.checkpoint.",
     "_scaled_dot_product_": "Fused attention has but first derivatives, in reverse mode: call it "
     "under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).",
+    "from the 'SparseC": "vmap has no rules for sparse gradients. If they are those of "
+    "nn.Embedding(sparse=True) or nn.EmbeddingBag: set its attribute sparse to False, or use "
+    "functx.per_sample, whose gradients are dense.",
+    "aten::embedding_renorm_": "nn.Embedding(max_norm=) writes to its weight, which vmap can't do "
+    "for each example. functx.per_sample can: it looks rows up in a renormalised copy.",
     "'workspace'": "vmap can't run the pullback of nn.LSTM on a CPU: functx.per_sample takes "
     "chunk_size=1; its gram and jacobian need torch.backends.mkldnn.flags(enabled=False) as well.",
 }
@@ -222,9 +227,9 @@ def record(
     positions = _validate.resolve_argnums(argnums, len(args), api)
     _validate.check_inputs(args, positions, api)
     args, kwargs = taken_in(api, (args, kwargs))
+    norms = _norms.around((args, kwargs), once=once)  # asked for outside of the new level
     with (
         _hooks_disabled(),
-        _norms.around((args, kwargs), once=once),
         _outside_inference_mode(),
         _distributed.watching(api) as watch,
         _torch.grad_level() as level,
@@ -248,7 +253,8 @@ def record(
         inputs = tuple(args[position] for position in positions)
         for leaf in _tree.leaves(inputs):
             _torch.require_grad(leaf)
-        output, aux = func(*args, **kwargs), None
+        with norms:
+            output, aux = func(*args, **kwargs), None
         if has_aux:
             output, aux = _validate.split_aux(output, api)
         (check_output or partial(_validate.check_outputs, api=api))(output)

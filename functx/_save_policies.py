@@ -15,6 +15,7 @@ import difflib
 import enum
 import functools
 import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from typing import Any, Literal
 from torch.utils.checkpoint import CheckpointPolicy
 
 from functx import _aten, _torch, _tree
+from functx._lines import line_of, where
 from functx._torch import compiler
 
 
@@ -173,6 +175,44 @@ class OfOperation(Policy):
 
     def __repr__(self) -> str:
         return self.name
+
+
+def _names_in(policy: Policy) -> tuple[frozenset[str], frozenset[str]]:
+    """All names that a policy lists, and those of them by which it keeps a value."""
+    if isinstance(policy, Names):
+        return policy.names, frozenset() if policy.others else policy.names
+    if not isinstance(policy, Combined):
+        return frozenset(), frozenset()
+    parts = [_names_in(part) for part in policy.parts]
+    listed = frozenset[str]().union(*(part[0] for part in parts))
+    wanted = frozenset[str]().union(*(part[1] for part in parts))
+    return listed, frozenset() if policy.rule == "~" else wanted
+
+
+_warned: set[tuple[Policy, frozenset[str]]] = set()  # policies, and the names that they do not list
+
+
+def warn_of_unlisted_names(policy: Policy, names: frozenset[str], title: str) -> None:
+    """Warn once if a region's values have ``names``, and its policy lists none of these.
+
+    The policy may list some name of another region, but it is more likely that one is misspelled,
+    and then the region silently recomputes what it was meant to keep.
+    """
+    listed, wanted = _names_in(policy)
+    if not wanted or listed & names or (policy, names) in _warned:
+        return
+    _warned.add((policy, names))
+    given = ", ".join(map(repr, sorted(names)))
+    near = [n for name in sorted(wanted) for n in difflib.get_close_matches(name, names, 1)]
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    file, line, _ = line_of(where())
+    warnings.warn_explicit(
+        f"remat: in {title}, checkpoint_name gives the names {given}. None of them is in the "
+        f"policy {policy!r}, which therefore keeps no value by its name.{hint}",
+        RuntimeWarning,
+        file,
+        line,
+    )
 
 
 def is_dot(value: Value, batch_dims: bool) -> bool:

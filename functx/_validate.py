@@ -12,16 +12,72 @@ import inspect
 import operator
 import re
 import warnings
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
 from functx import _tree
 
+T = TypeVar("T", bound=Callable[..., Any])
 Argnums = int | tuple[int, ...]
 Randomness = Literal["error", "different", "same"]
 Static = tuple[tuple[int, ...], tuple[str, ...]]
+
+
+# Options that JAX or torch has, and what functx has in their place.
+_ELSEWHERE = {
+    "in_axes": "functx calls it in_dims, as torch.func does",
+    "out_axes": "functx calls it out_dims, as torch.func does",
+    "axis_size": "the size is that of the mapped arguments; map over torch.arange(size) if the "
+    "function takes none",
+    "axis_name": "functx has no named axes; reduce over the dimension that vmap returns",
+    "spmd_axis_name": "functx has no named axes; shard tensors with torch.distributed.tensor",
+    "argnum": "functx calls it argnums",
+    "holomorphic": "leave it out: a real function of complex tensors needs no option; for a "
+    "complex result call functx.vjp",
+    "allow_int": "leave it out: tensors of integers have no derivative; name the other arguments "
+    "in argnums",
+    "reduce_axes": "functx has no named axes; leave it out",
+    "static_argnums": "leave it out: arguments that are not tensors belong to a graph's signature",
+    "static_argnames": "leave it out: arguments that are not tensors belong to a graph's signature",
+    "donate_argnums": "functx does not reuse the memory of arguments; leave it out",
+    "donate_argnames": "functx does not reuse the memory of arguments; leave it out",
+    "inline": "leave it out: inside of another functx.jit, a function is a part of that graph",
+    "device": "leave it out: a graph runs where its arguments are",
+    "fullgraph": "leave it out: functx.jit always makes one graph, or raises TracingError",
+    "concrete": "leave it out: Python values are concrete in a region",
+    "use_reentrant": "leave it out; functx.checkpoint accepts it",
+    "context_fn": "functx.remat calls it policy, and functx.checkpoint accepts it",
+}
+
+
+def check_options(api: str, given: Iterable[str]) -> None:
+    """Raises ``TypeError`` for an option of JAX or torch that functx spells in another way."""
+    for option in given:
+        if option in _ELSEWHERE:
+            raise TypeError(
+                f"{api}() got an unexpected keyword argument {option!r}: {_ELSEWHERE[option]}"
+            )
+
+
+def refuse_options(api: str, given: Iterable[str]) -> None:
+    """Raises ``TypeError`` for options that a function does not have, if any."""
+    check_options(api, given)
+    for option in given:
+        raise TypeError(f"{api}() got an unexpected keyword argument {option!r}")
+
+
+def with_options(transform: T) -> T:
+    """A transform whose error for an option of JAX or torch says what functx calls it."""
+    api = transform.__name__
+
+    @functools.wraps(transform)
+    def checked(*args: Any, **options: Any) -> Any:
+        check_options(api, options)
+        return transform(*args, **options)
+
+    return cast(T, checked)
 
 
 def check_callable(func: Any, api: str) -> None:

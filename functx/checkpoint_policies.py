@@ -65,7 +65,10 @@ def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Policy
 
 
 def save_only_these_names(*names_which_can_be_saved: str) -> Policy:
-    """Keep values that `functx.checkpoint_name` gave one of these names."""
+    """Keep values that `functx.checkpoint_name` gave one of these names.
+
+    A region whose values have names, none of which its policy lists, warns once.
+    """
     return _policies.Names(_checked(names_which_can_be_saved))
 
 

@@ -48,8 +48,10 @@ def _wide_types() -> Iterator[None]:
         except LoweringError as error:
             if "random" in str(error):
                 error.add_note(
-                    "crosscheck: torch's generator has no counterpart in JAX; draw from keys"
-                    " instead, with functx.compat.random, and pass the key as an argument"
+                    "crosscheck: torch's generator has no counterpart in JAX. If a module with"
+                    " dropout draws from it, compare the module in eval mode: model.eval()."
+                    " In code of yours, draw from keys instead, with functx.compat.random, and"
+                    " pass the key as an argument"
                 )
             elif "to_jax(" in str(error):
                 error.add_note(

@@ -17,7 +17,7 @@ from functx._jit.state import Cache, State, leaving_nothing
 from functx._objects import attributes, contents, is_of
 from functx._remat import Settings, called
 from functx._torch import compiler, graphs
-from functx._validate import describe, name_of
+from functx._validate import describe, name_of, refuse_options
 
 _WAY_OUT = "Give a tensor in its place, or keep it (a counter, say) out of the function's reach"
 P = ParamSpec("P")
@@ -36,7 +36,9 @@ def jit(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
-def jit(f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None) -> Any:
+def jit(
+    f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None, **_others: Any
+) -> Any:
     """Compile ``f``, any stack of transforms and regions, as one graph.
 
     A call is traced once for each signature: the structure of the arguments, shapes, dtypes and
@@ -76,6 +78,7 @@ def jit(f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None
                 [1., 1.],
                 [1., 1.]])
     """
+    refuse_options("functx.jit", _others)
     if f is None:
         return functools.partial(jit, backend=backend, dynamic=dynamic)
     if not callable(f):

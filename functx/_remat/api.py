@@ -52,6 +52,7 @@ def remat(
     debug: bool = False,
     budget: Any = None,
     prevent_cse: bool = True,
+    **_others: Any,
 ) -> Any:
     """Make ``f`` keep only its inputs, and compute the rest again when it is differentiated.
 
@@ -106,6 +107,7 @@ def remat(
         *Training deep nets with sublinear memory cost*, 2016; the pullback as a replay of the
         function, Maclaurin et al., *autograd*, 2015.
     """
+    _validate.refuse_options("remat", _others)
     if _args:
         raise TypeError("remat: call remat(f)(x), or functx.checkpoint(f, x); options go by name.")
     options = checked_options(

@@ -14,9 +14,16 @@ def check(args: Any, kwargs: Any, name: str) -> None:
     """Refuse key-value caches, which a replay would read as the forward left them."""
     for a in (*args, *kwargs.values()):
         if _is_cache(type(a)):
+            said = f"remat: {name} fills a key-value cache, {type(a).__name__}; a replay would find"
+            if a.get_seq_length():
+                raise RematError(
+                    f"{said} more in it. It holds something already: the keys and values of a "
+                    "prompt, or the prefix that prefix tuning trains, which use_cache=False would "
+                    "drop. Make regions of parts that do not see the cache, such as the MLPs: "
+                    "functx.apply_remat(model, '**.mlp')."
+                )
             raise RematError(
-                f"remat: {name} fills a key-value cache, {type(a).__name__}; a replay would find "
-                "it full. Call the model with use_cache=False, as functx.apply_remat and "
+                f"{said} it full. Call the model with use_cache=False, as functx.apply_remat and "
                 "functx.patch_checkpoint do."
             )
 

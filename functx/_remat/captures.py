@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 
 from functx import _distributed, _torch, _tree
 from functx._errors import RematError
-from functx._norms import NORMALISATIONS
+from functx._norms import BY_DEFINITION, NORMALISATIONS, mixes_dtypes
 from functx._remat import departures, examples, levels
 from functx._remat.calls import CAPTURE, DATA, INSIDE, Call, is_simple
 from functx._remat.ledger import Record, leave_out
@@ -126,7 +126,8 @@ class Captures(Listener):
                 and call.results[0][0] not in call.given
                 and call.results[0][0] not in self.leaves
                 and not (touched or call.func in _SPECIAL)
-                and not (self.norms and call.func in NORMALISATIONS)
+                and not (self.norms >= BY_DEFINITION and call.func in NORMALISATIONS)
+                and not (self.norms and mixes_dtypes(call.func, operands))
                 and len(call.given) == len(operands)
                 and all(map(is_simple, operands))
             )

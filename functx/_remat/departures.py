@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import zip_longest
 from types import CodeType
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
+from functx import _torch
 from functx._errors import RematError, ReplayError
 from functx._lines import line_now
 from functx._remat.calls import INSIDE, RETURN, Call, same_call
@@ -57,7 +60,7 @@ def differently(region: Any, listener: Any, call: Call, expected: Call | None) -
     )
     return ReplayError(
         f"remat: at {at} the replay of {region.title} calls {what}. A replay must make the calls "
-        f"of the forward (rule 3). {hint}{_logs(region, listener, call)}"
+        f"of the forward (rule 3). {of_parametrizations()}{hint}{_logs(region, listener, call)}"
     )
 
 
@@ -74,6 +77,25 @@ def _logs(region: Any, listener: Any, call: Call) -> str:
 
 def _shapes(call: Call) -> str:
     return str([(shape, dtype) for _, shape, dtype in call.results]).replace("torch.Size", "")
+
+
+def of_parametrizations() -> str:
+    """The hint where parametrized weights may come from the cache of ``parametrize.cached()``.
+
+    Either that is active now, or the call at hand computes such a weight.
+    """
+    found = _torch.parametrizations_are_cached()
+    frame = sys._getframe(1)
+    while not found and frame.f_back is not None:
+        found = frame.f_code.co_filename == parametrize.__file__
+        frame = frame.f_back
+    if not found:
+        return ""
+    return (
+        "If torch.nn.utils.parametrize.cached() was entered around the region: its cache holds a "
+        "weight for one of the forward and the replay, and not for the other. Enter cached() "
+        "inside of the region, or do without it. "
+    )
 
 
 def _of_cache(region: Any) -> str:

@@ -23,6 +23,7 @@ from functx._remat.observers import observers
 from functx._remat.plans import Follower
 from functx._remat.region import Inputs, Options, Region
 from functx._remat.writes import Writes
+from functx._save_policies import warn_of_unlisted_names
 from functx._torch import graphs
 
 
@@ -63,6 +64,8 @@ class Forward:
         results = captures.finish(body(*inputs.standins))
         _torch.pop_function_mode()
         captures.end()
+        if record.names and options.policy is not None:
+            warn_of_unlisted_names(options.policy, record.names, region.title)
         results, places = _told_apart(results)
         region.results = [places.index(i) for i in range(len(results))]
         if region.draws is not None and region.draws.before:

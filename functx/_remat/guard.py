@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from functx import _torch
-from functx._norms import NormsByDefinition
+from functx._norms import NormsByDefinition, NormsInOneDtype
 from functx._remat import levels
 from functx._remat.settings import Settings
 
@@ -86,6 +86,6 @@ class StackGuard:
     def take_norms(self) -> None:
         """Take off the function mode for norms, which would see the engine: listeners stand in."""
         top = _torch.function_mode_at(self.function - 1) if self.function else None
-        if type(top) is NormsByDefinition:
+        if type(top) in (NormsByDefinition, NormsInOneDtype):
             self.function, self.norms = self.function - 1, top
             _torch.pop_function_mode()

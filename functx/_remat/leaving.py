@@ -88,10 +88,13 @@ def _left(captures: Captures, t: Tensor, why: str) -> RematError:
         for call in captures.calls
         if number in [result[0] for result in call.results] or number in call.further.values()
     ]
+    hint = departures.of_parametrizations() if _torch.parametrizations_are_cached() else ""
     which = f"{makers[0]} made in {title}" if makers else f"{title} is given, or makes of data,"
     return RematError(
         f"remat: a tensor of shape {tuple(t.shape)} that {which} leaves it otherwise than by "
-        f"return, and its gradient would be lost. {why}Return it (in a dataclass of yours: after "
-        "torch.export.register_dataclass), or detach() what you keep. Of a recurrent layer under "
-        "functional_call make the layer a region, not what calls it."
+        f"return, and its gradient would be lost. {why}{hint}Return it (in a dataclass of yours: "
+        "after torch.export.register_dataclass), or detach() what you keep. If a hook on a layer "
+        "inside keeps it, as those of BackPACK do, make regions of single layers: "
+        "functx.apply_remat(model, nn.Linear). Of a recurrent layer under functional_call make the "
+        "layer a region, not what calls it."
     )

@@ -73,6 +73,7 @@ class Ledger(_torch.TorchDispatchMode):
     supports_higher_order_operators = True
     _should_skip_dynamo = _torch.never_skip_dynamo
     saver: Any = None  # keeps values that a policy wants
+    names: frozenset[str] = frozenset()  # that `checkpoint_name` gave, here and in regions inside
 
     def __init__(self) -> None:
         self.busy = False  # an operation is in here: what it calls is the engine's, not the user's

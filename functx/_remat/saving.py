@@ -311,7 +311,10 @@ def name(listener: Any, x: Tensor, name: str) -> Tensor:
     """A value is given a name: a copy, where a policy wants it; in a replay, where one was."""
     (x,) = listener.take(NAMED, [x])
     t = levels.base_of(levels.alive(x))
-    records = [mode for mode in ledger.ledgers() if isinstance(mode, Record) and mode.saver]
+    records = [mode for mode in ledger.ledgers() if isinstance(mode, Record)]
+    for record in records:
+        record.names |= {name}
+    records = [record for record in records if record.saver]
     # (An input needs no copy: a node keeps it in any case.)
     records = [record for record in records if record.has_made(_torch.storage_of(t))]
     copied = True in [record.saver.named(t, name, record) for record in records]

@@ -23,6 +23,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import GradientEdge
 from torch.fx.experimental import proxy_tensor as _proxy_tensor
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.nn.utils import parametrize as _parametrize
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext as DeviceContext
 
@@ -232,6 +233,11 @@ def require_grad(t: torch.Tensor) -> torch.Tensor:
 def sparse_coo_parts(t: torch.Tensor) -> list[torch.Tensor]:
     """Indices and values of a COO tensor, coalesced or not; the public ones refuse the latter."""
     return [t._indices(), t._values()]
+
+
+def parametrizations_are_cached() -> bool:
+    """Whether ``torch.nn.utils.parametrize.cached()`` is active; the public API can't be asked."""
+    return _parametrize._cache_enabled > 0
 
 
 def storage_of(t: torch.Tensor) -> int:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, MemberDescriptorType
 from typing import Any
 
@@ -21,8 +21,40 @@ from functx import _torch, _tree
 from functx._objects import attributes, contents, is_of
 from functx._validate import describe
 from functx._vmap import use_mapped_masks
+from functx.per_sample._carried_state import CarriedState
+from functx.per_sample._embeddings import PlainEmbeddings, needs_plain_embeddings
 
 InDims = int | tuple[Any, ...] | list[Any] | None
+
+
+@dataclass
+class ChunkedCall:
+    """What all chunks of one call share."""
+
+    api: str = "per_sample"
+    module: torch.nn.Module | None = None  # whose parameters are differentiated
+    plain_embeddings: bool = False  # whether chunks need `PlainEmbeddings`
+    carried: CarriedState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.carried = CarriedState(self.api, self.module)
+
+    def run(self, chunk: Callable[[], Any], randomness: str) -> Any:
+        """Run a chunk; if its embeddings turn out to need it, once more with plain ones."""
+        if self.plain_embeddings:
+            with PlainEmbeddings():
+                return chunk()
+        before = random_state() if randomness != "error" else None
+        try:
+            return chunk()
+        except RuntimeError as error:
+            if not needs_plain_embeddings(error):
+                raise
+        self.plain_embeddings = True
+        self.carried = CarriedState(self.api, self.module)
+        if before is not None:
+            restore_random_state(before)
+        return self.run(chunk, randomness)
 
 
 @dataclass(frozen=True)
@@ -38,6 +70,7 @@ class Batch:
     positions: tuple[int, ...]  # of the differentiated arguments
     start: int  # the position of the first example among all of the call
     whole: tuple[int, int]  # position and size of the batch that this is a chunk of
+    call: ChunkedCall = field(default_factory=ChunkedCall, compare=False, repr=False)
 
     def chunk(self, start: int, stop: int) -> Batch:
         """The examples from ``start`` to ``stop``, as views."""
@@ -49,14 +82,16 @@ class Batch:
     def take(self, index: torch.Tensor) -> Batch:
         """The examples that an index names, as copies."""
         leaves = self._each(lambda leaf, dim: _part(leaf, dim, index))
-        return replace(self, leaves=leaves, size=len(index), start=0, whole=(0, len(index)))
+        whole, call = (0, len(index)), replace(self.call)
+        return replace(self, leaves=leaves, size=len(index), start=0, whole=whole, call=call)
 
     def zeros(self) -> Batch:
         """One example of zeros, like those that are missing."""
         leaves = self._each(
             lambda leaf, dim: leaf.new_zeros((*leaf.shape[:dim], 1, *leaf.shape[dim + 1 :]))
         )
-        return replace(self, leaves=leaves, size=1, start=0, whole=(0, 1))
+        call = replace(self.call)
+        return replace(self, leaves=leaves, size=1, start=0, whole=(0, 1), call=call)
 
     def _each(self, change: Callable[[torch.Tensor, int], torch.Tensor]) -> list[Any]:
         return [
@@ -95,9 +130,10 @@ class Batch:
             return flat
 
         if self.alone:
-            # Only the first example of a call pays for looking at every operation.
-            with _allowed(randomness, first=self.start == 0):
-                result = example(*self._each(lambda leaf, dim: _part(leaf, dim, 0)))
+            leaves = self._each(lambda leaf, dim: _part(leaf, dim, 0))
+            forbidden = _FORBIDDEN if randomness == "error" else None
+            with _allowed(randomness):
+                result = self.call.carried.run(example, leaves, self.dims, forbidden)
             if wrong := [leaf for leaf in result if not isinstance(leaf, torch.Tensor)]:
                 raise ValueError(
                     f"per_sample: expected a function that returns tensors, got "
@@ -329,32 +365,14 @@ def restore_random_state(saved: list[torch.Tensor]) -> None:
         torch.cuda.set_rng_state_all(saved[1:])
 
 
-class _RefuseGenerators(_torch.TorchDispatchMode):
-    """Forbids draws from a generator that is handed over: its state is not ours to compare."""
-
-    only_observes = True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-            raise RuntimeError(_FORBIDDEN)
-        return func(*args, **kwargs)
-
-
 @contextmanager
-def _allowed(randomness: str, first: bool) -> Iterator[None]:
-    """Raises, for ``"error"``, if what runs inside draws random numbers, as ``vmap`` does.
-
-    Of the ``first`` example every operation is looked at, for generators that are handed over.
-    """
+def _allowed(randomness: str) -> Iterator[None]:
+    """Raises, for ``"error"``, if what runs inside draws random numbers, as ``vmap`` does."""
     if randomness != "error":
         yield
         return
     before = random_state()
-    with _RefuseGenerators() if first else nullcontext():
-        yield
+    yield
     if not all(map(torch.equal, before, random_state())):
         restore_random_state(before)
         raise RuntimeError(_FORBIDDEN)

@@ -14,9 +14,18 @@ import torch
 
 from functx import _validate
 from functx._validate import Argnums
-from functx.per_sample._batch import Batch, Counted, InDims, batch_of, kept_rows, split_batches
+from functx.per_sample._batch import (
+    Batch,
+    ChunkedCall,
+    Counted,
+    InDims,
+    batch_of,
+    kept_rows,
+    split_batches,
+)
 from functx.per_sample._chunks import Chunks, Reduction
-from functx.per_sample._module_loss import module_loss, trainable
+from functx.per_sample._embeddings import has_special_embeddings
+from functx.per_sample._module_loss import module_loss, own_buffers, trainable
 
 Func = Callable[..., Any] | torch.nn.Module | tuple[torch.nn.Module, Callable[..., Any]]
 
@@ -86,7 +95,7 @@ class BatchedFunction:
             return
         with _LOCK:
             lock = _LOCKS.setdefault(self._module, threading.RLock())
-        with lock, torch.no_grad():
+        with lock, torch.no_grad(), own_buffers(self._module, self.api):
             yield (trainable(self._module), *args)
 
     def positions(self, args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -116,12 +125,14 @@ class BatchedFunction:
             )
         reduction: Reduction | None = None
         kept, total, seen = None, 0, 0
+        special = self._module is not None and has_special_embeddings(self._module)
+        call = ChunkedCall(self.api, self._module, special)
         for one in [args] if batches is None else batches:
-            batch = self.batch(one, kwargs)
+            batch = replace(self.batch(one, kwargs), call=call)
             kept = kept_rows(is_padding, batch.size, self.api)
             total += batch.size
             if kept is not None:
-                batch = batch.take(kept)
+                batch = replace(batch.take(kept), call=call)
             make_again = functools.partial(make, batch)
             reduction = reduction or make_again()
             self._check_whole(batch)

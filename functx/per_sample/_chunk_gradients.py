@@ -103,6 +103,8 @@ def _pull_back(
         level = None if alone else _torch.current_interpreter().level()
 
         def take(leaf: int, gradient: torch.Tensor) -> None:
+            if alone:
+                batch.call.carried.look_at([gradient])
             with mode.paused() if mode else nullcontext():
                 whole = gradient if level is None else _rows(gradient, level, batch.size)
                 rows = rows_of(_dense(whole).unsqueeze(0) if alone else whole)

@@ -100,7 +100,8 @@ class Reduction:
 
     def stack_rows(self, batch: Batch) -> None:
         """Compute one chunk, up to what can't be undone."""
-        self.stack.put(batch, self.run(batch))
+        rows = batch.call.run(functools.partial(self.run, batch), self.randomness)
+        self.stack.put(batch, rows)
 
     def add(self) -> str | None:
         """Add the chunk that ran to the result for good; what the error said if memory ran out."""
@@ -196,11 +197,19 @@ class Chunks:
         # What torch says where an operation has no rule for vmap, or none that fits. ("scalar type"
         # is of autocast, which comes by where vmap takes operations apart, "workspace" of LSTMs.)
         words = ("vmap", "batching rule", "doesn't match the broadcast shape", "data-dependent")
+        shared = ("would mutate a captured Tensor", "is not possible because there exists a Tensor")
         said = str(error).lower()
         if is_out_of_memory(error):  # while it computes, the chunk is halved instead
             error.add_note(
                 f"{self.api}: memory ran out while a chunk was being added to the result, which "
                 "can't be undone; call again with a smaller chunk_size"
+            )
+        elif any(sign in str(error) for sign in shared):
+            error.add_note(
+                f"{self.api}: the function writes to a tensor that all examples share (a buffer, "
+                "say), which vmap can't do. chunk_size=1 runs each example as it is: counters and "
+                "the like then work. What makes one example depend on another, such as a moving "
+                "average of the inputs, is refused there too; put the module in evaluation mode"
             )
         elif any(word in said for word in (*words, "sparse", "scalar type", "workspace")):
             error.add_note(

@@ -18,6 +18,7 @@ from functx.per_sample._clipping import Scaling, check_scaling, groups_of
 from functx.per_sample._gradient_reductions import ClippedSum, Extras, StackedResults
 
 
+@_validate.with_options
 def grads(
     func: Func,
     argnums: Argnums = 0,
@@ -93,6 +94,7 @@ def grads(
     return _over_batch(function, make, (return_values, return_norms, has_aux), compile)
 
 
+@_validate.with_options
 def norms(
     func: Func,
     argnums: Argnums = 0,
@@ -138,6 +140,7 @@ def norms(
     return _over_batch(function, make, (return_values, True, has_aux), compile, groups)
 
 
+@_validate.with_options
 def clipped_sum(
     func: Func,
     argnums: Argnums = 0,

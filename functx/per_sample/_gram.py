@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from functx import _tree
+from functx import _tree, _validate
 from functx._jacobians import jacrev
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, Counted, InDims, joined, split_batches
@@ -16,6 +17,7 @@ from functx.per_sample._batched_function import BatchedFunction, Func
 from functx.per_sample._chunks import Chunks, Reduction
 
 
+@_validate.with_options
 def gram(
     func: Func,
     argnums: Argnums = 0,
@@ -121,7 +123,8 @@ class _GramMatrix(Reduction):
         super().__init__(jacobian, function.chunks.randomness)
         self._api, self._outputs = function.api, outputs
         self._mirror, right = others is None, left if others is None else others
-        self._right = right if right.size else right.zeros()
+        right = replace(right, call=left.call)  # an example of either may hand on something
+        self._right = right if right.size else replace(right.zeros(), call=left.call)
         self._shape = torch.Size()
 
     def _jacobians(self, batch: Batch) -> list[torch.Tensor]:

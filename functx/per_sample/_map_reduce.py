@@ -18,6 +18,7 @@ Reduce = Callable[[Any], Any]
 Combine = Callable[[Any, Any], Any]
 
 
+@_validate.with_options
 def map_reduce(
     func: Callable[..., Any],
     reduce: str | Reduce = "sum",
@@ -79,6 +80,7 @@ def map_reduce(
     )
 
 
+@_validate.with_options
 def jacobian(
     func: Func,
     argnums: Argnums = 0,

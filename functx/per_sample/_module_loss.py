@@ -11,7 +11,8 @@ holds in evaluation mode without running statistics. Both are refused before any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -116,6 +117,47 @@ def trainable(module: nn.Module) -> Params:
             "differentiate"
         )
     return params
+
+
+@contextmanager
+def own_buffers(module: nn.Module, api: str) -> Iterator[None]:
+    """Leave no tensor of ``vmap`` or of a level in the place of a buffer.
+
+    A forward may assign to a buffer, ``self.count = self.count + 1``. Under transforms it then puts
+    a wrapper there, which is of no use when the transform has ended. Here the value takes its
+    place; and where it is one value for each example, the old buffer does, and that is an error.
+
+    Raises:
+        ValueError: The forward has assigned to a buffer what depends on the example.
+    """
+    before = [(part, _buffers_of(part)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        mixed = [name for part, old in before for name in _replace_wrappers(part, old)]
+    if mixed:
+        raise ValueError(
+            f"{api}: the forward assigns the values of an example to buffer {mixed[0]!r}, which "
+            "all examples share. Put the module in evaluation mode, if it does so in training mode "
+            "only; or return the values as aux, with has_aux=True"
+        )
+
+
+def _buffers_of(part: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(part.named_buffers(recurse=False, remove_duplicate=False))
+
+
+def _replace_wrappers(part: nn.Module, old: dict[str, torch.Tensor]) -> list[str]:
+    """Put values in the place of wrappers; returns the names of buffers that had one an example."""
+    mixed = []
+    for name, buffer in _buffers_of(part).items():
+        value = buffer if buffer is old.get(name) else _torch.alive(buffer)
+        if _torch.is_batched(value) and _torch.level_of(value) > _torch.functorch_depth():
+            mixed.append(name)
+            setattr(part, name, old.get(name))
+        elif value is not buffer:
+            setattr(part, name, value)
+    return mixed
 
 
 def check_module(module: nn.Module) -> None:

@@ -36,6 +36,29 @@ told(lambda: random.to_jax(keys))
     assert done.returncode == 0, done.stderr
 
 
+def test_functx_compat_works_after_an_import_of_functx_alone():
+    """The README writes ``functx.compat``; it is loaded when it is asked for, and JAX later."""
+    code = """
+import functx, pickle, sys
+assert "functx.compat" not in sys.modules and "compat" in dir(functx)
+assert not hasattr(functx, "compact")
+everything = {}
+exec("from functx import *", everything)
+assert "compat" not in everything and "functx.compat" not in sys.modules
+compat = functx.compat
+assert compat is sys.modules["functx.compat"] and compat is functx.compat
+from functx import compat as again
+import functx.compat as and_again
+assert again is compat is and_again
+assert functx.compat.random.key(0) is not None
+assert pickle.loads(pickle.dumps(functx.compat.random.key)) is functx.compat.random.key
+assert "jax" not in sys.modules or sys.modules["jax"] is None
+"""
+    for first in ("", NO_JAX):
+        done = run(first + code)
+        assert done.returncode == 0, done.stderr
+
+
 BEFORE_AND_AFTER = """
 import torch
 

@@ -364,15 +364,9 @@ def test_threads_that_share_a_module_take_turns():
         assert_same([*pool.map(gradients, batches)], expected, eps=8)
 
 
-@pytest.mark.parametrize(
-    ("module", "x"),
-    [
-        (nn.GRU(3, 2, batch_first=True), numbers(3, 4, 3)),
-        (nn.Embedding(9, 4, sparse=True), torch.tensor([[0, 3], [3, 3], [8, 1]])),
-    ],
-)
-def test_what_vmap_can_not_run_needs_one_example_at_a_time(module, x):
-    pair = module.to(DTYPE), lambda out: (out[0] if isinstance(out, tuple) else out).sin().sum()
+def test_what_vmap_can_not_run_needs_one_example_at_a_time():
+    module, x = nn.GRU(3, 2, batch_first=True), numbers(3, 4, 3)
+    pair = module.to(DTYPE), lambda out: out[0].sin().sum()
     gradients = looped(*pair, x)
     clipped = slow_sum(gradients, (1 / slow_norms(gradients)).clamp(max=1))
     found = per_sample.grads(pair, chunk_size=1)(x)

@@ -103,6 +103,7 @@ class TestCounts:
         # A product more or less by how torch batches it: three are of one layer each.
         assert (dots(ours) - dots(plain), ours["sin"] - plain["sin"]) == (products - 6, sines)
 
+    @pytest.mark.filterwarnings("ignore:remat. in the region .*, checkpoint_name gives")
     @pytest.mark.parametrize(
         ("policy", "sines"),
         [

@@ -257,6 +257,30 @@ def test_a_cache_of_keys_as_an_argument_is_an_error_that_names_use_cache():
         functx.grad(lambda x: functx.remat(region)(x, cache=DynamicCache()).sum())(x)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_trained_prefix_names_regions_of_the_mlps_and_these_work(name):
+    """Prefix tuning hands the model a cache that holds a trained prefix."""
+    ids = inputs_of(name)["input_ids"]
+
+    def gradient(model):
+        model = model.double().eval()
+        config = model.config
+        heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        heads = getattr(config, "num_key_value_heads", heads)
+        prefix = torch.ones(len(ids), heads, 2, width, dtype=torch.float64).cos().requires_grad_()
+        cache = DynamicCache()
+        for layer in range(config.num_hidden_layers):
+            cache.update(prefix + layer, prefix - layer, layer)
+        loss = model(ids, past_key_values=cache, labels=ids).loss
+        return torch.autograd.grad(loss, prefix)[0]
+
+    with pytest.raises(functx.RematError, match=r"apply_remat\(model, '\*\*.mlp'\)") as caught:
+        gradient(functx.apply_remat(hf.build(name), "gradient_checkpointing"))
+    assert "Call the model with use_cache=False" not in str(caught.value)
+    regions = functx.apply_remat(hf.build(name), "**.mlp")
+    assert_same(gradient(regions), gradient(hf.build(name)), eps=64)
+
+
 def test_generation_uses_its_cache():
     model = functx.apply_remat(hf.build("llama").eval(), "gradient_checkpointing")
     ids = inputs_of("llama")["input_ids"]

@@ -390,3 +390,13 @@ def test_numbers_below_all_normal_ones_are_compared():
         least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         ours = [torch.tensor([least], dtype=dtype)]
         assert difference(ours, [np.asarray(ours[0])], ours, [""], None, 0.0).agrees
+
+
+def test_a_model_with_dropout_names_its_eval_mode_which_works():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout(0.5), torch.nn.Tanh())
+    attention = torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+    for model, x in ((net, torch.randn(2, 4)), (attention, torch.randn(1, 3, 4))):
+        with pytest.raises(NotImplementedError) as caught:
+            crosscheck(model, x, peak=False)
+        assert "model.eval()" in caught.value.__notes__[-1]
+        crosscheck(model.eval(), x, peak=False, transforms=["value"]).assert_agrees()

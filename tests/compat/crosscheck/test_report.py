@@ -246,6 +246,7 @@ def test_files_are_written(folder, capsys):
         (["net_to_check.py:loss", "--args", "float32[3"], "neither a tensor such as"),
         (["net_to_check.py:loss", "--args", "real[3]"], "torch has no dtype 'real'"),
         (["net_to_check.py:drops", "--args", "float32[3]"], "functx.compat.random"),
+        (["net_to_check.py:drops", "--args", "float32[3]"], "model.eval()"),
         (["net_to_check.py:reads", "--args", "float32[3]"], "aten.nonzero.default has a result"),
         (["net_to_check:loss", "--args", "float32[3,3]", "float64[4,3]"], "RuntimeError"),
         (["net_to_check.py:missing", "--args", "float32[3]"], "ModuleNotFoundError: No module"),

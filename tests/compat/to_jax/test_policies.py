@@ -68,6 +68,7 @@ def products(f, *args):
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.filterwarnings("ignore:to_jax. what the policy of a region offloads")
+@pytest.mark.filterwarnings("ignore:remat. in the region .*, checkpoint_name gives")
 def test_what_runs_again_also_inside_is_what_the_policy_says(name, args):
     policy, again = POLICIES[name]
     gradient = functx.grad(net(policy))

@@ -1,0 +1,197 @@
+"""What one example hands on to the next in memory, where examples run one by one.
+
+NOTE [state]
+A forward may write to a buffer, for example a moving average of its inputs. If the next example
+reads that buffer, its gradient depends on this example's data. It is not a gradient of one example,
+and clipping it protects nobody. ``vmap`` refuses such a write, but an example that runs alone can
+make it. So the first two examples of a call are watched, below autograd:
+
+- In the first example, all memory that depends on the example's values is marked. If no marked
+  memory is left when the second example begins, the first one can't have handed anything on, and
+  the other examples run unwatched. This is the usual case.
+- Otherwise the second example runs on copies of its inputs, with the marks of the first example. If
+  its loss or one of its gradients is marked, it has read the first example's values, and a
+  ``ValueError`` says so.
+
+What does not depend on values works as before: counters, and the power iteration of spectral
+normalisation. So do statistics that are written and never read. Numbers that Python carries over,
+by ``item()``, can't be seen, nor can an example after the second that is the first one to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from functx import _torch, _tree
+from functx.per_sample._embeddings import RENORM
+
+aten = torch.ops.aten
+# These give memory new values, whatever was there before.
+_OVERWRITES = {
+    *(aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor),
+    *(aten.normal_.default, aten.uniform_.default),
+}
+# These read no values of a tensor, only its shape.
+_SHAPES = {
+    *(aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.rand_like),
+    *(aten.randn_like, aten.new_zeros, aten.new_ones, aten.new_empty, aten.new_full),
+    aten.new_empty_strided,
+}
+
+
+class Marks:
+    """Memory that depends on the values of the first example."""
+
+    def __init__(self) -> None:
+        # As long as there is such a reference, no other memory has its key.
+        self._of: dict[int, Any] = {}
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Mark the memory of tensors."""
+        for t in tensors:
+            if (key := _torch.storage_of(t)) != -1 and key not in self._of:
+                self._of[key] = _torch.StorageWeakRef(_torch.memory_of(t))
+
+    def drop(self, tensors: Iterable[Tensor]) -> None:
+        """Take the mark off the memory of tensors."""
+        for t in tensors:
+            self._of.pop(_torch.storage_of(t), None)
+
+    def has(self, t: Tensor) -> bool:
+        """Whether the memory of a tensor is marked."""
+        return _torch.storage_of(t) in self._of
+
+    def users(self) -> dict[int, int]:
+        """How many tensors each marked memory that is alive has, by its key."""
+        alive = (key for key, reference in self._of.items() if not reference.expired())
+        return {key: _torch.storage_use_count(key) for key in alive}
+
+
+class _Watch(_torch.TorchDispatchMode):
+    """Marks what depends on marked memory.
+
+    It raises where a generator is handed over, if that is forbidden: the state of such a generator
+    is not ours to compare. It raises before an embedding writes to its weight.
+    """
+
+    only_observes = True
+
+    def __init__(self, marks: Marks, forbidden: str | None) -> None:
+        super().__init__()
+        self._marks, self._forbidden = marks, forbidden
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        values = (*args, *kwargs.values())
+        if func is RENORM:
+            raise RuntimeError("per_sample: embedding_renorm_ would write to the weight")
+        if self._forbidden and any(isinstance(value, torch.Generator) for value in values):
+            raise RuntimeError(self._forbidden)
+        depends = func.overloadpacket not in _SHAPES and any(map(self._marks.has, _tensors(values)))
+        out = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self._written(func, args, kwargs, depends)
+        elif depends:
+            self._marks.add(_tensors(out if isinstance(out, (tuple, list)) else (out,)))
+        return out
+
+    def _written(self, func: Any, args: Any, kwargs: Any, depends: bool) -> None:
+        """An operation has written to some of its arguments."""
+        arguments = func._schema.arguments
+        given = {argument.name: value for argument, value in zip(arguments, args)} | kwargs
+        is_written = {a.name: a.alias_info is not None and a.alias_info.is_write for a in arguments}
+        written = _tensors(value for name, value in given.items() if is_written[name])
+        if func in _OVERWRITES or any(argument.is_out for argument in arguments):
+            read = _tensors(value for name, value in given.items() if not is_written[name])
+            depends = any(map(self._marks.has, read))
+            if not depends:
+                self._marks.drop(filter(_is_whole, written))
+        if depends:
+            self._marks.add(written)
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments or results, and those in lists of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [t for t in value if isinstance(t, Tensor)]
+    return found
+
+
+def _is_whole(t: Tensor) -> bool:
+    """Whether a tensor has all of its memory to itself."""
+    return t.numel() * t.element_size() == t.untyped_storage().nbytes()
+
+
+class CarriedState:
+    """Looks at the first two examples of one call; see NOTE [state]."""
+
+    def __init__(self, api: str, module: nn.Module | None) -> None:
+        self._api, self._module = api, module
+        self._marks: Marks | None = None  # of the first example, until it is known what is left
+        self._users: dict[int, int] = {}  # of the first example's arguments, as it began
+        self._is_over = False  # no further example is watched
+        self._reads = False  # whether a gradient of the second example depends on the first one
+
+    def run(
+        self,
+        example: Callable[..., Any],
+        leaves: list[Any],
+        dims: list[Any],
+        forbidden: str | None,
+    ) -> Any:
+        """Run one example alone, on the leaves of its arguments.
+
+        ``dims`` is ``None`` for each leaf that all examples share. ``forbidden`` is what an error
+        says of a draw from a generator that is handed over; ``None`` if that is allowed.
+        """
+        if self._is_over:
+            return example(*leaves)
+        if self._marks is None:
+            self._marks = Marks()
+            mapped = [leaf for leaf, dim in zip(leaves, dims) if dim is not None]
+            self._marks.add(_tree.leaves(mapped))
+            self._users = self._marks.users()
+            with _Watch(self._marks, forbidden):
+                return example(*leaves)
+        self._is_over = True
+        # All examples share the memory of the batch: only a further user of it is left over.
+        left = self._marks.users().items()
+        if all(number <= self._users.get(key, 0) for key, number in left):
+            self._marks = None
+            return example(*leaves)
+        shared = [leaf for leaf, dim in zip(leaves, dims) if dim is None]
+        self._marks.drop(t for t in _tree.leaves(shared) if isinstance(t, Tensor))
+        copies = [leaf if dim is None else leaf.clone() for leaf, dim in zip(leaves, dims)]
+        with _Watch(self._marks, None):
+            result = example(*copies)
+        self.look_at(_tree.leaves(result))
+        if self._reads:
+            raise ValueError(self._refusal(self._marks))
+        self._marks = None
+        return result
+
+    def look_at(self, tensors: Iterable[Any]) -> None:
+        """Note whether tensors that belong to the second example's result depend on the first."""
+        if self._marks is not None and self._is_over:
+            self._reads |= any(map(self._marks.has, _tensors(tensors)))
+
+    def _refusal(self, marks: Marks) -> str:
+        buffers = () if self._module is None else self._module.named_buffers()
+        names = [repr(name) for name, buffer in buffers if marks.has(_torch.alive(buffer))]
+        what = f"buffer {', '.join(names)}" if names else "a tensor that it keeps"
+        return (
+            f"{self._api}: the forward writes the values of an example to {what}, and reads them "
+            "for the next one: there is no gradient of one example. Put the module in evaluation "
+            "mode, if it writes in training mode only; or update such statistics after the call, "
+            "from what the loss returns as aux, with has_aux=True"
+        )
