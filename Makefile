@@ -49,7 +49,7 @@ lint: $(VENV)/linters  ## ruff, formatting, and types of the wheel that users in
 	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
 	$(PIP) install --no-deps --target build/lint build/wheel/*.whl
 	cd build/lint && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml \
-	  --cache-dir ../../.mypy_cache --python-executable ../../$(PY) ../../tests/project/signatures.py
+	  --cache-dir ../../.mypy_cache --python-executable ../../$(PY) ../../tests/repo/signatures.py
 	cd build/lint && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml \
 	  --cache-dir ../../.mypy_cache --python-executable ../../$(PY) -p functx \
 	  | sed -e 's,^functx/compat/,compat/,'; exit $${PIPESTATUS[0]}

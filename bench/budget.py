@@ -15,8 +15,10 @@ from torch import nn
 import functx
 from bench._common import Column, Result, device_argument, environment
 from bench._plan_models import NETWORKS
-from functx import _costs, _schedules, _tree
-from functx._chain import work_again
+from functx._budget import block_costs
+from functx._budget.solver import work_again
+from functx._core import tree as _tree
+from functx._loops import binomial
 
 NAME = "budget"
 CLAIM = (
@@ -44,7 +46,7 @@ class Network(nn.Module):
 
 def peak_of(tree: Any, blocks: Any, x: Any) -> int:
     wanted = [True] * len(_tree.leaves(x))
-    return _costs.peak_of(lambda x: _costs.walk(tree, blocks, x), x, wanted)
+    return block_costs.peak_of(lambda x: block_costs.walk(tree, blocks, x), x, wanted)
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -58,7 +60,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     rows = []
     network = Network(blocks)
     for segments in (k for k in SEGMENTS if k <= n):
-        cuts = _schedules.segments(n, segments)
+        cuts = binomial.segments(n, segments)
         tree = [*(list(range(*cut)) for cut in cuts[:-1]), *range(*cuts[-1])]
         peak = peak_of(tree, blocks, x)
         plan = functx.plan(blocks, x, budget=peak)

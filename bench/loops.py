@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import functx
 from bench._common import Column, Result, device_argument, environment
-from functx import _schedules, memory
+from functx import memory
+from functx._loops import binomial
 
 NAME = "loops"
 CLAIM = "Steps that a loop's gradient runs again, and its peak, by the states that it may keep."
@@ -59,7 +60,7 @@ def gradient(loop: Loop, x: torch.Tensor, weight: torch.Tensor) -> Any:
 
 def recomputed(steps: int, slots: int) -> int:
     """How many steps the best schedule runs again in a backward pass."""
-    *regions, _ = _schedules.chain(steps, slots)
+    *regions, _ = binomial.chain(steps, slots)
     return sum(m + recomputed(m, own) for m, own in regions)
 
 
@@ -75,7 +76,7 @@ def torch_rows(steps: int, device: torch.device) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {"loop": "a plain loop", **measured(functools.partial(plain, steps), steps, device)}
     ]
-    segments = {_schedules.default_slots(steps), int(steps**0.5)}
+    segments = {binomial.default_slots(steps), int(steps**0.5)}
     for count in sorted(segments):
         loop = functools.partial(torch_sequential, steps, count)
         title = f"torch checkpoint_sequential, {count} segments"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from functx.compat import random as random
-from functx.compat import testing as testing
+from functx.compat import testing
 
 if TYPE_CHECKING:
     from functx.compat._crosscheck import Crosscheck as Crosscheck

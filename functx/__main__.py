@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import functx
-from functx import _command
+from functx import _cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--epochs", type=int, help="passes over the training images")
     demo.add_argument("--quick", action="store_true", help="a toy size, to see it run")
     demo.set_defaults(run=_demo)
-    _command.add_crosscheck(commands)
-    _command.add_memory(commands)
-    _command.add_plan(commands)
-    _command.add_doctor(commands)
+    _cli.add_crosscheck(commands)
+    _cli.add_memory(commands)
+    _cli.add_plan(commands)
+    _cli.add_doctor(commands)
     args = top.parse_args(argv)
     if "run" not in args:
         top.print_help()
@@ -65,7 +65,7 @@ def _demo(args: argparse.Namespace) -> int:
             f"functx demo: needs {', '.join(missing)}: pip install 'functx[demo]'", file=sys.stderr
         )
         return 2
-    from functx._demo.run import DemoError, run
+    from functx._cli.demo import DemoError, run
 
     try:
         run(args.out, args.device, args.epochs, args.quick)

@@ -29,8 +29,8 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from functx import _save_policies as _policies
-from functx._save_policies import Policy, save_these_operators
+from functx._policies import Policy, save_these_operators
+from functx._policies import policy as _policies
 from functx._torch.compiler import OUTPUTS_KNOWN_TO_TORCH as _OUTPUTS_KNOWN
 
 __all__ = [

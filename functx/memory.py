@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from functx import _pictures, _storages, _tree
-from functx._jit import State, is_compiled
-from functx._storages import Event, Held, LiveStorages
-from functx._validate import check_callable
+from functx._compile import State, is_compiled
+from functx._core import Event, Held, LiveStorages, check_callable, memory_tracker, tree
+from functx._insight import plots
 
 __all__ = ["Event", "Held", "LiveStorages", "Profile", "count", "peak", "plot", "profile"]
 
@@ -30,7 +29,7 @@ SHOWN = 12  # so many lines of what is live at a peak are printed
 
 
 @dataclass(frozen=True)
-class Profile(_pictures.Printed):
+class Profile(plots.Printed):
     """What one call did to memory. Prints as a table; all sizes are in bytes.
 
     Attributes:
@@ -69,7 +68,7 @@ class Profile(_pictures.Printed):
         suffix of ``path`` says the format. It needs matplotlib.
         """
         live = [event.live for event in self.timeline]
-        return _pictures.layers(live, self.history, self.phases, path)
+        return plots.layers(live, self.history, self.phases, path)
 
     def __str__(self) -> str:
         lines = [("peak", self.peak), ("kept", self.kept), ("returned", self.returned)]
@@ -115,7 +114,7 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         at peak, tanh, float32[1000], ...:1 in <lambda> ... 4,000 bytes
     """
     result, followed, peak = _follow("profile", f, args, kwargs)
-    returned = followed.bytes_of(_tree.parted(result)[0])
+    returned = followed.bytes_of(tree.parted(result)[0])
     return Profile(
         *(result, peak, followed.live - returned, returned, tuple(followed.timeline)),
         *(tuple(followed.at_the_peak()), tuple(followed.phases), tuple(followed.history())),
@@ -173,7 +172,7 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
         f"{label}: peak {one.peak / 2**20:.1f} MiB": [event.live for event in one.timeline]
         for label, one in profiles.items()
     }
-    return _pictures.lines(curves, path)
+    return plots.lines(curves, path)
 
 
 def _follow(api: str, f: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, int]:
@@ -185,16 +184,16 @@ def _follow(api: str, f: Callable[..., Any], args: Any, kwargs: Any) -> tuple[An
                 "functx.memory.count: the function runs compiled code, whose operations can't be "
                 "seen. Count those of the function that was compiled."
             )
-        followed: LiveStorages = _storages.Allocations()
+        followed: LiveStorages = memory_tracker.Allocations()
     else:
         followed = LiveStorages(lines=api == "profile")
     before = {}
-    for index in _storages.cuda_devices():
+    for index in memory_tracker.cuda_devices():
         torch.cuda.synchronize(index)
         torch.cuda.reset_peak_memory_stats(index)
         before[index] = torch.cuda.memory_allocated(index)
-    with _storages.no_collection(), followed:
+    with memory_tracker.no_collection(), followed:
         result = f(*args, **kwargs)
     highest = torch.cuda.max_memory_allocated
-    on_cuda = sum(highest(i) - before.get(i, 0) for i in _storages.cuda_devices())
+    on_cuda = sum(highest(i) - before.get(i, 0) for i in memory_tracker.cuda_devices())
     return result, followed, on_cuda or followed.peak

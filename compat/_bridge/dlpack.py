@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from functx._errors import LoweringError
+from functx._core import LoweringError
+from functx._torch.lowering import FakeTensor, is_functorch_wrapped, is_zero_tensor
 from functx.compat._bridge.dtypes import check_fits, has_torch_dtype, to_jax_dtype, torch_dtype_of
-from functx.compat._torch import FakeTensor, is_functorch_wrapped, is_zero_tensor
 
 # numpy has no such types of its own: their bits travel as integers of the same width.
 _AS_BITS = {

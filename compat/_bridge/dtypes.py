@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from functx._errors import LoweringError
+from functx._core import LoweringError
 from functx.compat._jax import x64_enabled
 
 _NAMES = """

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 import functx
-from functx._validate import describe
+from functx._core import describe
 from functx.checkpoint_policies import everything_saveable
 from functx.compat._bridge.dlpack import array_from_torch
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from functx._tree import ENDLESS
-from functx.compat._torch import pytree_node
+from functx._core import ENDLESS
+from functx._torch.lowering import pytree_node
 
 _lock = threading.Lock()
 

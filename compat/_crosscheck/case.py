@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _tree
+from functx._core import tree
 from functx.compat._bridge import function_of
 
 Dims = Any
@@ -81,10 +81,10 @@ def case_of(
         raise ValueError(f"crosscheck {name}: argnums={argnums} of {len(args)} arguments") from None
 
     call = (args, dict(kwargs))
-    leaves, spec = _tree.flatten(call)
-    paths = [path[3:] for path in _tree.paths(call)]  # within args or kwargs
+    leaves, spec = tree.flatten(call)
+    paths = [path[3:] for path in tree.paths(call)]  # within args or kwargs
     try:
-        leaf_dims = [d for arg, dim in zip(args, dims) for d in _tree.spread(dim, arg)]
+        leaf_dims = [d for arg, dim in zip(args, dims) for d in tree.spread(dim, arg)]
     except ValueError as error:
         raise ValueError(
             f"crosscheck {name}: in_dims={in_dims!r} has another structure than the arguments"
@@ -97,7 +97,7 @@ def case_of(
                 f"crosscheck converts arguments itself: pass torch tensors to {name}, not"
                 f" {package}'s {type(leaf).__name__} at {path}"
             )
-    of_argument = [n for n, arg in enumerate(args) for _ in _tree.leaves(arg)]  # keywords follow
+    of_argument = [n for n, arg in enumerate(args) for _ in tree.leaves(arg)]  # keywords follow
     chosen = [i for i, n in enumerate(of_argument) if n in numbers]
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     inexact = [i for i in tensors if leaves[i].is_floating_point() or leaves[i].is_complex()]
@@ -108,7 +108,7 @@ def case_of(
     def flat(primal_values: list[Any], rest_values: list[Any]) -> list[Any]:
         given = dict(zip((*primals, *rest), (*primal_values, *rest_values)))
         full = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
-        positional, keywords = _tree.unflatten(spec, full)
+        positional, keywords = tree.unflatten(spec, full)
         return _tensors(f(*positional, **keywords), result_paths, name)
 
     flat.__name__ = name
@@ -126,7 +126,7 @@ def case_of(
 
 
 def _tensors(result: Any, paths: list[str], name: str) -> list[Tensor]:
-    every = zip(_tree.paths(result), _tree.leaves(result))
+    every = zip(tree.paths(result), tree.leaves(result))
     found = [(path, x) for path, x in every if isinstance(x, Tensor)]
     if not found:
         raise TypeError(

@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 import functx
-from functx import _tree
-from functx._errors import LoweringError
-from functx._validate import has_derivatives
+from functx._core import LoweringError, has_derivatives, tree
 from functx.compat._bridge import array_from_torch
 from functx.compat._crosscheck.case import Case, case_of
 from functx.compat._crosscheck.derivatives import TRANSFORMS, Library, as_torch_says, chosen
@@ -151,9 +149,9 @@ def crosscheck(
         _LOG.info("comparing %s ...", what)
         in_torch, in_jax = TRANSFORMS[what](ours), TRANSFORMS[what](theirs)
         program: Any = jax.jit(in_jax).lower(*jax_args).compile(compiler_options=options)
-        got = _tree.leaves(in_torch(*torch_args))
+        got = tree.leaves(in_torch(*torch_args))
         expected = as_torch_says(what, jax.tree_util.tree_leaves(program(*jax_args)))
-        reference = in_float64(lambda *xs, f=in_torch: _tree.leaves(f(*xs)), *torch_args)
+        reference = in_float64(lambda *xs, f=in_torch: tree.leaves(f(*xs)), *torch_args)
         paths = case.result_paths if what in ("value", "jvp") else case.paths
         exact = what == "value"
         differences[what] = difference(got, expected, reference, paths, rtol, atol, dtypes=exact)

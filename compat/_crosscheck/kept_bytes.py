@@ -33,10 +33,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import functx
 from functx import _torch
+from functx._core import has_derivatives
 from functx._remat import on_region
-from functx._validate import has_derivatives
+from functx._torch.lowering import base_of
 from functx.compat._jax import buffer_pointer, concrete
-from functx.compat._torch import base_of
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from functx._torch.lowering import map_tensors, tree_map
 from functx.compat import random
 from functx.compat._bridge import array_from_torch
 from functx.compat._crosscheck.precision import Difference, difference
@@ -34,7 +35,6 @@ from functx.compat._to_jax import (
     is_region,
     source_of,
 )
-from functx.compat._torch import map_tensors, tree_map
 
 # What has no values yet.
 _UNSET = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functx import _tree
+from functx._core import tree
 from functx._remat import no_regions
 
 _WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
@@ -201,7 +201,7 @@ class Widened(TorchFunctionMode):
         func = _CASTS.get(func, func)
         if getattr(func, "__name__", "") in ("__get__", "__set__", "backward"):
             return func(*args, **(kwargs or {}))
-        return func(*_tree.map_(_wide, list(args)), **_tree.map_(_wide, kwargs or {}))
+        return func(*tree.map_(_wide, list(args)), **tree.map_(_wide, kwargs or {}))
 
 
 def _wide(x: Any) -> Any:

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from functx._core import operation_name
 from functx._remat import on_replay
-from functx._storages import operation_name
+from functx._torch.lowering import HigherOrderOperator, TorchDispatchMode
 from functx.compat._jax import RECOMPUTED
-from functx.compat._torch import HigherOrderOperator, TorchDispatchMode
 
 _ONE = {
     *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear"),

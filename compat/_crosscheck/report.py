@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from functx._pictures import Printed
+from functx._insight import Printed
 from functx.compat._crosscheck.kept_bytes import Kept, RegionResiduals
 from functx.compat._crosscheck.operations import Operation
 from functx.compat._crosscheck.precision import Difference

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from functx._errors import LoweringError
+from functx._core import LoweringError
 from functx.compat._bridge import check_fits, decoder, encode, is_key, tensor_from_jax
 from functx.compat._jax import weakly_typed
 

@@ -32,9 +32,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from functx._torch.lowering import TRACING
 from functx.compat._bridge import Settings, decoder, encode
 from functx.compat._jax import batch_dim_of
-from functx.compat._torch import TRACING
 
 Arrays = Sequence[Any]
 Function = Callable[..., Any]

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import torch
 from torch import Tensor
 
-from functx._torch.compiler import uncompiled
+from functx._core import uncompiled
+from functx._torch.lowering import is_plain, nonstrict_trace, runs_while_tracing, tree_map
 from functx.compat._bridge import (
     Settings,
     array_from_torch,
@@ -32,7 +33,6 @@ from functx.compat._from_jax.leaves import Leaf, mark_static, read_leaf
 from functx.compat._from_jax.programs import Program
 from functx.compat._from_jax.torch_operator import call
 from functx.compat._jax import static_arguments
-from functx.compat._torch import is_plain, nonstrict_trace, runs_while_tracing, tree_map
 
 
 def from_jax(

@@ -31,9 +31,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from functx import _torch
-from functx._errors import LoweringError
-from functx._torch.compiler import uncompiled
-from functx._validate import has_derivatives
+from functx._core import LoweringError, has_derivatives, uncompiled
+from functx._torch.lowering import (
+    SingleLevelFunction,
+    apply_function,
+    below_autograd,
+    below_vmap,
+    old_batch_in_front,
+    old_vmap_level,
+    redispatch,
+    with_old_batch_in_front,
+)
 from functx.compat._bridge import (
     borrow,
     current_settings,
@@ -44,16 +52,6 @@ from functx.compat._bridge import (
 )
 from functx.compat._from_jax.programs import PROGRAMS, Program
 from functx.compat._to_jax import rule
-from functx.compat._torch import (
-    SingleLevelFunction,
-    apply_function,
-    below_autograd,
-    below_vmap,
-    old_batch_in_front,
-    old_vmap_level,
-    redispatch,
-    with_old_batch_in_front,
-)
 
 _library = torch.library.Library("functx", "FRAGMENT")
 _library.define(

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from functx._errors import LoweringError
-from functx._jit import State
-from functx.compat._torch import has_backward_hooks
+from functx._compile import State
+from functx._core import LoweringError
+from functx._torch.lowering import has_backward_hooks
 
 
 class Environment:

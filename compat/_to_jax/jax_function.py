@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch.export import ExportedProgram
 
-from functx._errors import LoweringError
+from functx._core import LoweringError
+from functx._models import Where, find
 from functx._remat import called
-from functx._submodules import Where, find
+from functx._torch.lowering import TRACING, original_of
 from functx.compat._bridge import (
     array_from_torch,
     as_module,
@@ -34,13 +35,12 @@ from functx.compat._bridge import (
 )
 from functx.compat._jax import x64_enabled
 from functx.compat._to_jax.environment import Environment
-from functx.compat._to_jax.interpreter import Interpreter, Observe
-from functx.compat._to_jax.refusals import check
-from functx.compat._to_jax.scan import layers_of
+from functx.compat._to_jax.functional_graph import FunctionalGraph, Spec, trace
+from functx.compat._to_jax.lower.interpreter import Interpreter, Observe
+from functx.compat._to_jax.lower.refusals import check
+from functx.compat._to_jax.lower.scan import layers_of
 from functx.compat._to_jax.source_lines import warn
 from functx.compat._to_jax.trace.known_values import unchanged
-from functx.compat._to_jax.trace.trace import FunctionalGraph, Spec, trace
-from functx.compat._torch import TRACING, original_of
 from functx.compat.random._draws import lowering
 from functx.compat.random._keys import words_of_jax
 

@@ -32,6 +32,7 @@ function mode (`captures`) sees its calls, and turns foreign tensors into inputs
 node a level (`node`). A node's backward is a region again: replay, then pull back (`pullback`).
 """
 
+from functx._remat import sharding as sharding
 from functx._remat.api import checked_options as checked_options
 from functx._remat.api import remat as remat
 from functx._remat.arguments import called as called
@@ -45,6 +46,7 @@ from functx._remat.ledger import read_outside as read_outside
 from functx._remat.levels import is_tracked as is_tracked
 from functx._remat.listener import listening as listening
 from functx._remat.module import RematModule as RematModule
+from functx._remat.names import checkpoint_name as checkpoint_name
 from functx._remat.observers import no_regions as no_regions
 from functx._remat.observers import on_name as on_name
 from functx._remat.observers import on_region as on_region
@@ -53,6 +55,7 @@ from functx._remat.operators import operator_of as operator_of
 from functx._remat.region import Options as Options
 from functx._remat.saving import named as named
 from functx._remat.settings import Settings as Settings
+from functx._remat.sharding import refuse_sharded as refuse_sharded
 from functx._remat.traced import batch_being_traced as batch_being_traced
 from functx._remat.traced import keep_regions as keep_regions
 from functx._remat.traced import unseen as unseen

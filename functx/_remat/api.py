@@ -11,7 +11,8 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from torch import nn
 
-from functx import _save_policies, _validate
+from functx._core import validate
+from functx._policies import policy as _save_policies
 from functx._remat.call import run
 from functx._remat.cells import Wrapper
 from functx._remat.module import remat_module
@@ -107,7 +108,7 @@ def remat(
         *Training deep nets with sublinear memory cost*, 2016; the pullback as a replay of the
         function, Maclaurin et al., *autograd*, 2015.
     """
-    _validate.refuse_options("remat", _others)
+    validate.refuse_options("remat", _others)
     if _args:
         raise TypeError("remat: call remat(f)(x), or functx.checkpoint(f, x); options go by name.")
     options = checked_options(
@@ -116,7 +117,7 @@ def remat(
         determinism_check=determinism_check,
         debug=debug,
         budget=budget,
-        static=_validate.checked_static(static_argnums, static_argnames),
+        static=validate.checked_static(static_argnums, static_argnames),
     )
     return (lambda f: _rematted(f, options)) if f is None else _rematted(f, options)
 
@@ -135,7 +136,7 @@ def checked_options(policy: Any = None, budget: Any = None, **said: Any) -> Opti
     elif budget is not None:
         if policy is not None:
             raise ValueError("remat: a budget chooses what to keep; don't give a policy too.")
-        budget = _validate.checked_budget(budget, "remat")
+        budget = validate.checked_budget(budget, "remat")
     policy = _save_policies.as_policy(policy)
     if policy == _save_policies.Everything(False):
         policy = None
@@ -153,7 +154,7 @@ class Rematted(Wrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.options.static is not None:
-            _validate.check_static(self.options.static, args, kwargs)
+            validate.check_static(self.options.static, args, kwargs)
         return run(self.function, args, kwargs, self.options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -172,9 +173,9 @@ class Rematted(Wrapper):
 
 
 def _rematted(f: Any, options: Options) -> Any:
-    options = replace(options, name=_validate.name_of(f))
+    options = replace(options, name=validate.name_of(f))
     if isinstance(f, nn.Module):
-        if not _validate.has_forward(f):
+        if not validate.has_forward(f):
             raise TypeError(
                 f"remat: a {type(f).__name__} has no forward of its own. Make a region of each of "
                 "its modules: functx.apply_remat(model, 'layers.*'), or a loop with functx.remat."
@@ -183,6 +184,6 @@ def _rematted(f: Any, options: Options) -> Any:
     if isinstance(f, (staticmethod, classmethod)):
         return type(f)(_rematted(f.__func__, options))
     if not callable(f) or isinstance(f, type):  # of a class, its instances are no regions
-        raise TypeError(f"remat: expected a function or module, got {_validate.describe(f)}.")
-    _validate.warn_if_later(f)
+        raise TypeError(f"remat: expected a function or module, got {validate.describe(f)}.")
+    validate.warn_if_later(f)
     return Rematted(f, options)

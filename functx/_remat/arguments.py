@@ -6,8 +6,7 @@ from functools import partial
 from operator import is_
 from typing import Any
 
-from functx import _tree
-from functx._errors import RematError
+from functx._core import RematError, tree
 
 
 def check(args: Any, kwargs: Any, name: str) -> None:
@@ -37,15 +36,15 @@ def _is_cache(kind: type) -> bool:
 
 def called(f: Any, args: Any, kwargs: Any, name: str, kind: Any = RematError) -> Any:
     """``f(*args, **kwargs)``; an error where a container changes that is no part of the result."""
-    given = [(a, *_tree.flatten(a)) for a in (*args, *kwargs.values()) if _tree.is_node(a)]
+    given = [(a, *tree.flatten(a)) for a in (*args, *kwargs.values()) if tree.is_node(a)]
     result = f(*args, **kwargs)
     for container, leaves, spec in given:
-        now, spec_now = _tree.flatten(container)
+        now, spec_now = tree.flatten(container)
         new = {id(a) for a, b in zip(now, leaves) if a is not b}
-        if spec_now == spec and (not new or new <= {*map(id, _tree.leaves(result))}):
+        if spec_now == spec and (not new or new <= {*map(id, tree.leaves(result))}):
             continue
         is_it = partial(is_, container)
-        if not any(map(is_it, _tree.flatten(result, is_it)[0])):
+        if not any(map(is_it, tree.flatten(result, is_it)[0])):
             raise kind(
                 f"{name} changes an argument, a {type(container).__name__}, and does not "
                 "return it; the caller would not see that. Return it, or what it was given."

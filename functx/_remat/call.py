@@ -11,10 +11,9 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from functx import _distributed, _torch, _tree
-from functx._arrays import backend_of
-from functx._lines import line_now
-from functx._remat import arguments, cells, departures, forward, levels
+from functx import _torch
+from functx._core import backend_of, exporting, line_now, tell, tree, uncompiled
+from functx._remat import arguments, cells, departures, forward, levels, sharding
 from functx._remat.observers import observers
 from functx._remat.region import Options
 from functx._torch import compiler
@@ -24,22 +23,22 @@ def run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options)
     """``f(*args, **kwargs)``, as a region where anything may be differentiated."""
     if torch.compiler.is_dynamo_compiling():
         plain, contexts = compiler.in_plain_graph(), options.contexts
-        if plain and compiler.exporting():
+        if plain and exporting():
             return f(*args, **kwargs)
         if plain and contexts is not None:  # the compiler recomputes; it knows no transforms
             return torch_checkpoint(f, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        compiler.tell("a region")
+        tell("a region")
     return _run(f, args, kwargs, options)
 
 
-@compiler.uncompiled
+@uncompiled
 def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     if (backend := backend_of("remat", args, kwargs)) is not None:
         if options.budget is not None:
             raise TypeError("remat: a budget is for torch tensors; JAX arrays can have a policy.")
         return backend.remat(f, options.policy)(*args, **kwargs)
     undifferentiated = not torch.is_grad_enabled() and not observers.tracers
-    if undifferentiated or observers.without or compiler.exporting():
+    if undifferentiated or observers.without or exporting():
         return f(*args, **kwargs)
     if options.budget is not None:
         return _on_budget[0](f, args, kwargs, options)
@@ -53,19 +52,19 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     title = f"the region {options.name} ({line_now()})"
     result: list[Any] = []  # how the forward's result is put together
     frozen, identity = cells.frozen(f)
-    guarded = _distributed.guarded(frozen)
+    guarded = sharding.guarded(frozen)
     tensors, call, call_again = _prepared(f, guarded, args, kwargs, options.name)
 
     def body(*ts: Tensor) -> list[Tensor]:
-        out, how = _tree.parted(call(*ts))
+        out, how = tree.parted(call(*ts))
         result.append(how)
         return out
 
     def again(*ts: Tensor) -> list[Tensor]:
-        return _tree.parted(call_again(*ts))[0]
+        return tree.parted(call_again(*ts))[0]
 
     try:
-        return _tree.joined(forward.run(body, again, tensors, options, title, identity), result[0])
+        return tree.joined(forward.run(body, again, tensors, options, title, identity), result[0])
     except RuntimeError as error:
         if "no compiled frames" not in str(error):  # torch's, of fullgraph=True
             raise
@@ -85,7 +84,7 @@ def on_budget(runner: Any) -> Any:
 
 
 def _has_tangents(args: Any, kwargs: Any) -> bool:
-    tensors = [t for t in _tree.leaves((args, kwargs)) if isinstance(t, Tensor)]
+    tensors = [t for t in tree.leaves((args, kwargs)) if isinstance(t, Tensor)]
     return any(fwAD.unpack_dual(t).tangent is not None for t in tensors)
 
 
@@ -96,14 +95,14 @@ def _prepared(
     if not kwargs and all(type(a) is Tensor for a in args):
         return [*args], f, frozen
     arguments.check(args, kwargs, name)
-    tensors, how = _tree.parted((args, kwargs))
+    tensors, how = tree.parted((args, kwargs))
 
     def call(*ts: Tensor) -> Any:
-        args, kwargs = _tree.joined(ts, how)
+        args, kwargs = tree.joined(ts, how)
         return arguments.called(f, args, kwargs, f"remat: {name}")
 
     def call_again(*ts: Tensor) -> Any:
-        args, kwargs = _tree.joined(ts, how)
+        args, kwargs = tree.joined(ts, how)
         return frozen(*args, **kwargs)
 
     return tensors, call, call_again

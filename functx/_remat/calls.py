@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch, _tree
-from functx._objects import contents
+from functx import _torch
+from functx._core import contents, tree
 
 INSIDE = 1 << 40
 RETURN, DATA, NAMED = "return", "a tensor of data", "checkpoint_name"
@@ -94,7 +94,7 @@ def read_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     if func in SPLITS:
         return [t for t in (*args[1:], *kwargs.values()) if isinstance(t, Tensor)]
     sequences = [a for a in (*args, *kwargs.values()) if type(a) in (list, tuple)]
-    return [t for t in _tree.leaves(sequences) if isinstance(t, Tensor) and t.dim() == 0]
+    return [t for t in tree.leaves(sequences) if isinstance(t, Tensor) and t.dim() == 0]
 
 
 def is_simple(a: Any) -> bool:

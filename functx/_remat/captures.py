@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from functx import _distributed, _torch, _tree
-from functx._errors import RematError
-from functx._norms import BY_DEFINITION, NORMALISATIONS, mixes_dtypes
-from functx._remat import departures, examples, levels
+from functx import _torch
+from functx._core import BY_DEFINITION, NORMALISATIONS, RematError, mixes_dtypes, tree
+from functx._remat import departures, examples, levels, sharding
 from functx._remat.calls import CAPTURE, DATA, INSIDE, Call, is_simple
 from functx._remat.ledger import Record, leave_out
 from functx._remat.listener import Listener
@@ -226,13 +225,13 @@ class Captures(Listener):
 
     def _special(self, call: Call, func: Any, args: Any, kwargs: Any) -> None:
         if func in ENGINE:
-            if any(map(self._is_given, _tree.leaves(args[:1]))):
+            if any(map(self._is_given, tree.leaves(args[:1]))):
                 raise departures.refused(
                     f"{self.region.title} pulls back something that was computed outside, whose "
                     "tape can't be seen. Compute it inside, or pull it back outside."
                 )
         elif func is _LABEL:
-            _distributed.check(args[0], self.region.title)
+            sharding.check(args[0], self.region.title)
         elif isinstance(t := args[0], Tensor) and self._is_given(t):
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", _CHANGES[func])
             if _CHANGES[func] is None or wanted != t.requires_grad:

@@ -18,7 +18,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from functx._objects import is_of
+from functx._core import is_of
 from functx._remat.calls import ATOMS, is_plain
 
 

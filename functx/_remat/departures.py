@@ -11,8 +11,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from functx import _torch
-from functx._errors import RematError, ReplayError
-from functx._lines import line_now
+from functx._core import RematError, ReplayError, line_now
 from functx._remat.calls import INSIDE, RETURN, Call, same_call
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch, _tree
-from functx._aten import is_dot
+from functx import _torch
+from functx._core import tree
+from functx._policies import Value, is_dot
 from functx._remat import levels
 from functx._remat.operators import tensors_in
-from functx._save_policies import Value
 
 
 def expect(savers: Sequence[Any], func: Any, args: Any, kwargs: Any) -> None:
@@ -52,7 +52,7 @@ class _Example(_torch.TorchDispatchMode):
 
 def _run_one(func: Any, args: Any, kwargs: Any) -> list[Any]:
     with _torch.without_dispatch_modes(), torch.no_grad(), _Example() as example:
-        args, kwargs = _tree.map_(_meta, (args, kwargs))
+        args, kwargs = tree.map_(_meta, (args, kwargs))
         func(*args, **kwargs)
     return example.ran
 

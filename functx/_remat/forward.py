@@ -13,6 +13,7 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 from functx import _torch
+from functx._policies import warn_of_unlisted_names
 from functx._remat import leaving, levels, node, saving
 from functx._remat.captures import Captures
 from functx._remat.generators import Draws
@@ -23,7 +24,6 @@ from functx._remat.observers import observers
 from functx._remat.plans import Follower
 from functx._remat.region import Inputs, Options, Region
 from functx._remat.writes import Writes
-from functx._save_policies import warn_of_unlisted_names
 from functx._torch import graphs
 
 

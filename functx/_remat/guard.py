@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from functx import _torch
-from functx._norms import NormsByDefinition, NormsInOneDtype
+from functx._core import NormsByDefinition, NormsInOneDtype
 from functx._remat import levels
 from functx._remat.settings import Settings
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _distributed, _tree
+from functx._core import tree as _tree
+from functx._remat import sharding
 from functx._remat.calls import Call
 from functx._remat.listener import listening
 
@@ -49,7 +50,7 @@ def by_primals(f: Any, title: str) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return f(*args, **kwargs)
         args, kwargs = taken_in(title, (args, kwargs))
-        with _distributed.watching(title):
+        with sharding.watching(title):
             return made_inside(f(*args, **kwargs))
 
     return told

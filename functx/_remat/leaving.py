@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._errors import RematError
+from functx._core import RematError
 from functx._remat import departures, levels
 from functx._remat.captures import Captures
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch
+from functx._core import uncompiled
 from functx._remat import departures, levels
 from functx._remat.generators import Draws, generator_of
 from functx._remat.operators import (
@@ -42,7 +43,7 @@ from functx._remat.operators import (
     written_by,
 )
 from functx._remat.region import NEVER, Region
-from functx._torch import compiler, graphs, storage_of
+from functx._torch import graphs, storage_of
 
 Layout = Any  # (size, stride, dtype, device) of a tensor, or a list of layouts
 
@@ -91,7 +92,7 @@ class Ledger(_torch.TorchDispatchMode):
         storage = _torch.memory_of(t)
         self.made[storage._cdata] = number, weakref.ref(storage)
 
-    @compiler.uncompiled
+    @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operator = operator_of(func)
         if operator.takes_number:

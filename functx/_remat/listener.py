@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functx import _torch
-from functx._norms import NORMALISATIONS, normalised
-from functx._objects import contents, is_of
+from functx._core import NORMALISATIONS, contents, is_of, normalised, uncompiled
 from functx._remat import departures, levels, quick, saving
 from functx._remat.calls import (
     DATA,
@@ -37,7 +36,7 @@ from functx._remat.calls import (
 )
 from functx._remat.ledger import read_outside
 from functx._remat.region import Region
-from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, compiler, key_excluded, peek_interpreter
+from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, peek_interpreter
 
 Body = Callable[..., list[Tensor]]
 _NO_CALLS = {*MAKERS, *HOOKS, saving.shown}
@@ -136,7 +135,7 @@ class Listener(TorchFunctionMode):
 
     # -- calls
 
-    @compiler.uncompiled
+    @uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (
             self.asleep

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from functx._errors import RematError
+from functx._core import RematError
 from functx._remat.call import run
 from functx._remat.region import Options
 

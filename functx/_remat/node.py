@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch
+from functx._core import uncompiled
 from functx._remat import departures, levels, pullback
 from functx._remat.observers import observers
 from functx._remat.region import Inputs, Region
-from functx._torch import compiler
 
 
 class Payload:
@@ -47,7 +47,7 @@ class RegionNode(_torch.SingleLevelFunction):
         return tuple(levels.at_depth(0, partial(t.view_as, t)) if s else t for t, s in outs)
 
     @staticmethod
-    @compiler.uncompiled
+    @uncompiled
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         payload = ctx.payload
         try:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _distributed, _torch
-from functx._remat import forward, levels
+from functx import _torch
+from functx._remat import forward, levels, sharding
 from functx._remat.listener import listening
 from functx._remat.observers import observers
 from functx._remat.region import Options
@@ -80,7 +80,7 @@ class RegionPullback:
         inputs += self.leaves
         pairs = [(e, c) for e, c in zip(edges, cotangents) if e is not None]
         if recorded and payload.level == 0:
-            _distributed.refuse_lost_derivatives([e for e, _ in pairs], first)
+            sharding.refuse_lost_derivatives([e for e, _ in pairs], first)
         del flat, values, cotangents, edges
         if not pairs:
             self.found = []

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._dead_wrappers import function_classes, unwrap_for_backward
+from functx._core import function_classes, unwrap_for_backward
 from functx._remat import departures, levels
 from functx._remat.calls import DATA, RETURN, Call
 from functx._remat.generators import Restored

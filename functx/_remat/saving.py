@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from functx import _offload, _torch
+from functx import _torch
+from functx._policies import Decision, Everything, Policy, Value, offload
 from functx._remat import departures, examples, ledger, levels
 from functx._remat.calls import NAMED
 from functx._remat.ledger import Entry, Record, filled
 from functx._remat.observers import observers
 from functx._remat.operators import DRAWN, NEW, tensors_in
-from functx._save_policies import Decision, Everything, Policy, Value
 from functx._torch.graphs import note_kept, note_name, same_value
 
 
@@ -50,7 +50,7 @@ class Keeping:
 
     def __init__(self, kept: dict[int, KeptResults]) -> None:
         self.kept = kept
-        self._fetcher: _offload.Fetcher | None = None
+        self._fetcher: offload.Fetcher | None = None
 
     def take(self) -> list[Tensor]:
         """The tensors, for the node; those that the policy offloads, as copies in host memory."""
@@ -60,11 +60,11 @@ class Keeping:
             for t in kept.tensors:
                 if kept.decision is Decision.OFFLOAD:
                     devices[len(taken)] = t.device
-                    t = hosts[len(taken)] = levels.at_depth(0, partial(_offload.to_host, t))
+                    t = hosts[len(taken)] = levels.at_depth(0, partial(offload.to_host, t))
                 taken.append(t)
             kept.tensors = []
         if hosts:
-            self._fetcher = _offload.Fetcher(hosts, devices)
+            self._fetcher = offload.Fetcher(hosts, devices)
         return taken
 
     def given(self, tensors: Sequence[Tensor]) -> dict[int, Given]:
@@ -90,7 +90,7 @@ class Given:
         self,
         kept: KeptResults,
         numbered: Iterator[tuple[int, Tensor]],
-        fetcher: _offload.Fetcher | None,
+        fetcher: offload.Fetcher | None,
     ) -> None:
         self._kept, self._fetcher = kept, fetcher
         self._tensors = [next(numbered) if m in kept.read else None for m in kept.memory]

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from functx import _norms, _torch
+from functx import _torch
+from functx._core import norm_derivatives
 from functx._torch import flags
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -27,7 +28,7 @@ class Settings:
             self.casts = {d: (enabled(d), dtype(d)) for d in _AUTOCAST_DEVICES}
         self.caches = self.casts is not None and torch.is_autocast_cache_enabled()
         self.device = _torch.default_device() if _torch.function_depth() else None
-        self.norms = _torch.function_depth() > 0 and _norms.are_defined()
+        self.norms = _torch.function_depth() > 0 and norm_derivatives.are_defined()
 
     def modes(self, now: Settings) -> list[Any]:
         """The function modes that a replay needs, where ``now`` is."""

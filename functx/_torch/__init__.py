@@ -1,6 +1,6 @@
 """Private torch API, in one place; each name with the reason that no public one serves.
 
-``tests/project/test_canary.py`` asserts that each still means what it is used for, so that a torch
+``tests/repo/test_canary.py`` asserts that each still means what it is used for, so that a torch
 release which moves one fails there, by name. What torch computes with is in `flags`; what is about
 ``torch.compile`` and ``torch.utils.checkpoint``, in `compiler`; what is about traced graphs, in
 `graphs`.

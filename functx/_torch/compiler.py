@@ -1,4 +1,4 @@
-"""Private torch API of the compiler and of ``torch.utils.checkpoint``."""
+"""Private API of torch's compiler and of ``torch.utils.checkpoint``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,78 +15,35 @@ from torch._guards import TracingContext
 from torch.utils import checkpoint as _checkpoint
 
 from functx import _torch
-from functx._lines import is_internal, line_of, where
-from functx._validate import name_of
 
 _eval_frame = torch._C._dynamo.eval_frame
 _profiler: Any = torch._C._profiler
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def uncompiled(f: F) -> F:
-    """``f``, which ``torch.compile`` does not look into: a graph break, and all of it in eager.
+def never_compiled(f: F, reason: str) -> F:
+    """Mark ``f`` so that ``torch.compile`` breaks the graph there and runs all of it in eager.
 
-    As ``torch.compiler.disable``, which imports the compiler to say so (seconds), and wraps.
+    This does what ``torch.compiler.disable`` does. That function imports the compiler, which takes
+    seconds, and wraps ``f``.
     """
     skip = _eval_frame._FrameAction.SKIP
-    strategy = _eval_frame._FrameExecStrategy(skip, skip)  # this frame, and those it calls
+    strategy = _eval_frame._FrameExecStrategy(skip, skip)  # this frame, and those that it calls
     _eval_frame.set_code_exec_strategy(f.__code__, strategy)
     f._torchdynamo_disable = True  # type: ignore[attr-defined]
-    f._torchdynamo_disable_msg = _IN_EAGER  # type: ignore[attr-defined]
+    f._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return f
 
 
-_IN_EAGER = (
-    "torch.compile runs transforms of functx, and regions in them, with a budget or by names, in "
-    "eager; functx.jit(f) compiles the whole stack as one graph, and keeps its recompute"
-)
-_told: set[Any] = set()
+def constant_in_graph(f: F) -> F:
+    """Mark ``f`` so that the compiler calls it while it traces; its result is then a constant."""
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return f
 
 
-def tell(name: str, what: str = _IN_EAGER) -> None:
-    """Warn once, of what is traced once for each line, that it runs in eager, or lacks something.
-
-    The compiler runs this as it traces, and not in what it compiles.
-    """
-    text = f"functx: {name}: {what}."
-    frames = [f for f in TracingContext.extract_stack() if not is_internal(f.filename)]
-    lines = [(f.filename, f.lineno or 0) for f in frames[-1:]]  # nothing is traced in eager
-    if (text, *lines) not in _told:
-        _told.add((text, *lines))
-        file, line = (*lines, line_of(where())[:2])[0]
-        warnings.warn_explicit(text, RuntimeWarning, file, line)
-
-
-def exporting() -> bool:
-    """Whether ``torch.export`` or ``torch.jit.trace`` runs this; a warning says what that means."""
-    found = torch.jit.is_tracing() or torch.compiler.is_exporting()
-    if found:
-        tell(
-            "a region",
-            "what torch.export and torch.jit.trace make of a model has none: nothing is computed "
-            "again where it is differentiated. functx.graph.remat puts recompute into a graph",
-        )
-    return bool(found)
-
-
-tell._dynamo_marked_constant = exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def told(f: F, like: Any = None) -> F:
-    """``f`` as `uncompiled`, and the compiler `tell`s so; with the name of what it is made of.
-
-    (Only the name and the like: attributes of a module are its parameters.)
-    """
-    uncompiled(f)
-    name = f"functx.{f.__name__}" if like is None else name_of(like)
-
-    @functools.wraps(f if like is None else like, updated=())
-    def telling(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            tell(name)
-        return f(*args, **kwargs)
-
-    return telling  # type: ignore[return-value]
+def traced_stack() -> Any:
+    """The stack of the user's code that the compiler is tracing; empty in eager."""
+    return TracingContext.extract_stack()
 
 
 def load() -> Any:
@@ -274,7 +230,7 @@ def check_checkpoint() -> None:
         )
 
 
-@uncompiled
+@functools.partial(never_compiled, reason="functx.patch_checkpoint replaces it, in eager")
 def _call_decorated(decorated: Any, *args: Any, **kwargs: Any) -> Any:
     """As torch calls an object that its `checkpoint` has made of a function, by `checkpoint`."""
     function = functools.partial(decorated.function, **kwargs) if kwargs else decorated.function

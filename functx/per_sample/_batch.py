@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from functx import _torch, _tree
-from functx._objects import attributes, contents, is_of
-from functx._validate import describe
-from functx._vmap import use_mapped_masks
+from functx import _torch
+from functx._core import attributes, contents, describe, is_of, tree
+from functx._transforms import use_mapped_masks
 from functx.per_sample._carried_state import CarriedState
 from functx.per_sample._embeddings import PlainEmbeddings, needs_plain_embeddings
 
@@ -63,7 +62,7 @@ class Batch:
 
     given: tuple[Any, ...]  # the arguments as the caller passed them; only their structure is used
     leaves: list[Any]  # of all arguments; a TensorDict whose batch size has examples is one leaf
-    specs: list[tuple[_tree.TreeSpec, int]]  # of each argument, the structure and number of leaves
+    specs: list[tuple[tree.TreeSpec, int]]  # of each argument, the structure and number of leaves
     dims: list[int | None]  # for each leaf the dimension of the examples, None where it is shared
     size: int  # how many examples there are
     kwargs: dict[str, Any]  # shared
@@ -106,7 +105,7 @@ class Batch:
     def _arguments(self, leaves: Sequence[Any]) -> list[Any]:
         """The arguments of one example, rebuilt from its leaves."""
         it = iter(leaves)
-        return [_tree.unflatten(spec, itertools.islice(it, count)) for spec, count in self.specs]
+        return [tree.unflatten(spec, itertools.islice(it, count)) for spec, count in self.specs]
 
     @property
     def alone(self) -> bool:
@@ -115,17 +114,17 @@ class Batch:
 
     def map(
         self, func: Callable[..., Any], randomness: str
-    ) -> tuple[list[torch.Tensor], _tree.TreeSpec]:
+    ) -> tuple[list[torch.Tensor], tree.TreeSpec]:
         """``func`` of each example: by ``vmap``, or of one alone.
 
         Returns the leaves, of shape ``(c, ...)``, and the structure of the result of one example.
         `stacked` rebuilds the result once, at the end, since a class of the user may check the
         shapes of its tensors.
         """
-        structure: list[_tree.TreeSpec] = []
+        structure: list[tree.TreeSpec] = []
 
         def example(*leaves: Any) -> list[Any]:
-            flat, spec = _tree.flatten(func(*self._arguments(leaves), **self.kwargs))
+            flat, spec = tree.flatten(func(*self._arguments(leaves), **self.kwargs))
             structure.append(spec)
             return flat
 
@@ -153,8 +152,8 @@ class Batch:
         """What two batches share that differ in values and in the number of examples only."""
 
         def of(leaf: Any, dim: int | None) -> Any:
-            if _tree.is_tensor_dict(leaf):
-                inside, spec = _tree.flatten(leaf)
+            if tree.is_tensor_dict(leaf):
+                inside, spec = tree.flatten(leaf)
                 return spec, tuple(of(one, dim) for one in inside)
             if not isinstance(leaf, torch.Tensor):
                 return type(leaf)
@@ -174,14 +173,14 @@ def _part(leaf: Any, dim: int, examples: int | slice | torch.Tensor) -> Any:
     return leaf.index_select(dim, examples.to(leaf.device))
 
 
-def stacked(spec: _tree.TreeSpec, leaves: Sequence[torch.Tensor]) -> Any:
+def stacked(spec: tree.TreeSpec, leaves: Sequence[torch.Tensor]) -> Any:
     """The results of all examples, in the structure of one, from leaves of shape ``(B, ...)``."""
-    whole = _tree.unflatten(spec, leaves)
-    parts = _tree.flatten(whole, _tree.is_tensor_dict)[0]
-    if not (any(map(_tree.is_tensor_dict, parts)) and leaves and len(leaves[0])):
+    whole = tree.unflatten(spec, leaves)
+    parts = tree.flatten(whole, tree.is_tensor_dict)[0]
+    if not (any(map(tree.is_tensor_dict, parts)) and leaves and len(leaves[0])):
         return whole
     # Under vmap a TensorDict is rebuilt with the batch size that torch.func.vmap gives it.
-    return torch.func.vmap(lambda *one: _tree.unflatten(spec, one))(*leaves)
+    return torch.func.vmap(lambda *one: tree.unflatten(spec, one))(*leaves)
 
 
 def shape_of_one(leaf: torch.Tensor, dim: int | None) -> torch.Size:
@@ -216,7 +215,7 @@ def batch_of(
 ) -> Batch:
     """The arguments of one call, with the examples found in them."""
     found = [
-        _tree.flatten(arg, None if position in positions else _is_mapped_whole)
+        tree.flatten(arg, None if position in positions else _is_mapped_whole)
         for position, arg in enumerate(args)
     ]
     leaves, specs = [leaf for own, _ in found for leaf in own], [(s, len(own)) for own, s in found]
@@ -257,7 +256,7 @@ def _flat_dims(
         return [
             None if position in shared or not _is_batched(leaf, api) else 0
             for position, arg in enumerate(args)
-            for leaf in _tree.flatten(arg, None if position in shared else _is_mapped_whole)[0]
+            for leaf in tree.flatten(arg, None if position in shared else _is_mapped_whole)[0]
         ]
     if isinstance(in_dims, int):
         in_dims = (in_dims,) * len(args)
@@ -269,7 +268,7 @@ def _flat_dims(
     flat: list[int | None] = []
     for position, (dims, arg) in enumerate(zip(in_dims, args)):
         try:
-            flat += _tree.spread(dims, arg, None if position in shared else _is_mapped_whole)
+            flat += tree.spread(dims, arg, None if position in shared else _is_mapped_whole)
         except ValueError as error:
             raise ValueError(f"{api}: in_dims of argument {position}: {error}") from None
     if wrong := [dim for dim in flat if dim is not None and type(dim) is not int]:
@@ -307,7 +306,7 @@ def _inside(leaf: Any) -> Iterator[Any]:
 
 def _is_mapped_whole(one: Any) -> bool:
     """Whether an argument, or a part of one, is a TensorDict whose batch size has examples."""
-    return _tree.is_tensor_dict(one) and one.ndim > 0
+    return tree.is_tensor_dict(one) and one.ndim > 0
 
 
 def split_batches(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]] | None:
@@ -330,7 +329,7 @@ def joined(batches: Sequence[Batch]) -> tuple[Any, ...]:
     ]
     it = iter(leaves)
     specs = batches[0].specs
-    return tuple(_tree.unflatten(spec, itertools.islice(it, count)) for spec, count in specs)
+    return tuple(tree.unflatten(spec, itertools.islice(it, count)) for spec, count in specs)
 
 
 def kept_rows(is_padding: Any, size: int, api: str) -> torch.Tensor | None:

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from functx import _validate
-from functx._validate import Argnums
+from functx._core import Argnums, validate
 from functx.per_sample._batch import (
     Batch,
     ChunkedCall,
@@ -60,9 +59,9 @@ class BatchedFunction:
                 f"{api}: got the module {type(func).__name__} alone; pass a pair (module, "
                 "criterion), or a function of parameters and one example"
             )
-        _validate.check_callable(self.func, api)
+        validate.check_callable(self.func, api)
         if self.argnums is not None:
-            _validate.check_argnums(self.argnums, api)
+            validate.check_argnums(self.argnums, api)
         if self._module is not None:
             if self.argnums != 0:
                 raise ValueError(
@@ -101,7 +100,7 @@ class BatchedFunction:
     def positions(self, args: tuple[Any, ...]) -> tuple[int, ...]:
         """The positions of the differentiated arguments."""
         argnums = () if self.argnums is None else self.argnums
-        return _validate.resolve_argnums(argnums, len(args), self.api)
+        return validate.resolve_argnums(argnums, len(args), self.api)
 
     def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """The arguments, with the examples found in them."""

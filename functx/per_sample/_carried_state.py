@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functx import _torch, _tree
+from functx import _torch
+from functx._core import tree
 from functx.per_sample._embeddings import RENORM
 
 aten = torch.ops.aten
@@ -159,7 +160,7 @@ class CarriedState:
         if self._marks is None:
             self._marks = Marks()
             mapped = [leaf for leaf, dim in zip(leaves, dims) if dim is not None]
-            self._marks.add(_tree.leaves(mapped))
+            self._marks.add(tree.leaves(mapped))
             self._users = self._marks.users()
             with _Watch(self._marks, forbidden):
                 return example(*leaves)
@@ -170,11 +171,11 @@ class CarriedState:
             self._marks = None
             return example(*leaves)
         shared = [leaf for leaf, dim in zip(leaves, dims) if dim is None]
-        self._marks.drop(t for t in _tree.leaves(shared) if isinstance(t, Tensor))
+        self._marks.drop(t for t in tree.leaves(shared) if isinstance(t, Tensor))
         copies = [leaf if dim is None else leaf.clone() for leaf, dim in zip(leaves, dims)]
         with _Watch(self._marks, None):
             result = example(*copies)
-        self.look_at(_tree.leaves(result))
+        self.look_at(tree.leaves(result))
         if self._reads:
             raise ValueError(self._refusal(self._marks))
         self._marks = None

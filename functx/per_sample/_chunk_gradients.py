@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from functx import _torch, _transforms, _tree, _validate
-from functx._errors import TracingError
-from functx._jit import jit
-from functx._reverse_mode import Pullback, record
+from functx import _torch
+from functx._compile import jit
+from functx._core import TracingError, tree, validate
+from functx._transforms import Pullback, derivatives, record
 from functx.per_sample._batch import Batch, random_state, restore_random_state
 from functx.per_sample._batched_function import BatchedFunction
 from functx.per_sample._chunks import followed, is_out_of_memory, warn
@@ -113,7 +113,7 @@ def _pull_back(
         value, aux, pullback = _recorded(function, args, kwargs, batch.positions, plain)
         with mode.pulling_back() if mode else nullcontext():
             pullback.feed(torch.ones_like(value), take)
-        flat, arrivals.structure = _tree.flatten(aux if function.has_aux else ())
+        flat, arrivals.structure = tree.flatten(aux if function.has_aux else ())
         return value, [*map(_tensor, flat)]
 
     (arrivals.values, *arrivals.aux), _ = batch.map(example, function.chunks.randomness)
@@ -128,20 +128,20 @@ def _recorded(
 ) -> tuple[Any, Any, Pullback]:
     """The loss of one example, auxiliary outputs, and the pullback; or these in plain autograd."""
     if not plain:
-        check = functools.partial(_validate.check_scalar, api=function.api)
+        check = functools.partial(validate.check_scalar, api=function.api)
         options: dict[str, Any] = {"has_aux": function.has_aux, "api": function.api, "once": True}
         return record(function.func, args, kwargs, positions, check_output=check, **options)
     with torch.enable_grad():
         arguments = [
-            _tree.map_(lambda leaf: leaf.detach().requires_grad_(), arg) if at in positions else arg
+            tree.map_(lambda leaf: leaf.detach().requires_grad_(), arg) if at in positions else arg
             for at, arg in enumerate(args)
         ]
         output, aux = function.func(*arguments, **kwargs), None
         if function.has_aux:
-            output, aux = _validate.split_aux(output, function.api)
-        _validate.check_scalar(output, function.api)
-    pullback = Pullback(tuple(arguments[at] for at in positions), *_tree.flatten(output))
-    aux = _tree.map_(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, aux)
+            output, aux = validate.split_aux(output, function.api)
+        validate.check_scalar(output, function.api)
+    pullback = Pullback(tuple(arguments[at] for at in positions), *tree.flatten(output))
+    aux = tree.map_(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, aux)
     return output.detach(), aux, pullback
 
 
@@ -164,7 +164,7 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 def _tensor(leaf: Any) -> torch.Tensor:
     if not isinstance(leaf, torch.Tensor):
         raise ValueError(
-            f"per_sample: expected aux to consist of tensors, got {_validate.describe(leaf)} of "
+            f"per_sample: expected aux to consist of tensors, got {validate.describe(leaf)} of "
             f"type {type(leaf).__name__}"
         )
     return leaf
@@ -223,7 +223,7 @@ class CompiledGradients:
         form = replace(batch, given=(), leaves=[], kwargs={})
         randomness = self._function.chunks.randomness
         has_aux = self._function.has_aux
-        grad_and_value = _transforms.grad_and_value(self._function.func, batch.positions, has_aux)
+        grad_and_value = derivatives.grad_and_value(self._function.func, batch.positions, has_aux)
 
         def gradients(leaves: list[Any], kwargs: dict[str, Any]) -> Any:
             structure: Any = None
@@ -232,8 +232,8 @@ class CompiledGradients:
                 nonlocal structure
                 found, value = grad_and_value(*args, **kwargs)
                 value, aux = value if has_aux else (value, ())
-                flat, structure = _tree.flatten(aux)
-                return value, flat, _tree.leaves(found)
+                flat, structure = tree.flatten(aux)
+                return value, flat, tree.leaves(found)
 
             own = replace(form, leaves=leaves, kwargs=kwargs)
             (value, *rest), _ = own.map(each, randomness)

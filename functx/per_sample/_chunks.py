@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from functx import _torch, _tree, _validate, memory
-from functx._lines import line_of, where
+from functx import _torch, memory
+from functx._core import line_of, validate, where
+from functx._core import tree as _tree
 from functx.per_sample._batch import (
     Batch,
     Counted,
@@ -159,12 +160,12 @@ class Chunks:
         if self.chunk_size is not None and self.budget is not None:
             raise ValueError(f"{api}: chunk_size and budget exclude each other, give one of them")
         if self.chunk_size is not None:
-            size = _validate.integer(self.chunk_size, f"{api}: chunk_size must be an int")
+            size = validate.integer(self.chunk_size, f"{api}: chunk_size must be an int")
             if size <= 0:
                 raise ValueError(f"{api}: chunk_size should be greater than 0, got {size}")
             self.chunk_size = size
         if self.budget is not None:
-            self.budget = _validate.checked_budget(self.budget, api)
+            self.budget = validate.checked_budget(self.budget, api)
 
     def run(self, batch: Batch, reduction: Reduction, make: Callable[[], Reduction]) -> None:
         """Hands the examples of ``batch`` to ``reduction`` in chunks."""

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from functx import _tree
-from functx._validate import describe
+from functx._core import describe, tree
 
 Scaling = Callable[[torch.Tensor, Any], torch.Tensor]
 
@@ -36,16 +35,16 @@ def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Grou
     pack: Callable[[list[Any]], Any]
     try:
         if groups is not None:
-            labels = _tree.spread(groups, differentiated)
+            labels = tree.spread(groups, differentiated)
             names = list(dict.fromkeys(labels))
             if bad := [*filter(callable, names)]:
                 raise TypeError(f"{api}: groups must be a pytree of labels, got {describe(bad[0])}")
             of_leaf = [names.index(label) for label in labels]
             pack, thresholds = lambda each: dict(zip(names, each)), [max_norm] * len(names)
         else:
-            thresholds, spec = _tree.flatten(max_norm)
-            of_leaf = _tree.spread_numbers(max_norm, differentiated)
-            pack = functools.partial(_tree.unflatten, spec)
+            thresholds, spec = tree.flatten(max_norm)
+            of_leaf = tree.spread_numbers(max_norm, differentiated)
+            pack = functools.partial(tree.unflatten, spec)
     except ValueError as error:
         name = "max_norm" if groups is None else "groups"
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functx import _tree
+from functx._core import tree
 from functx.per_sample._batch import Batch, Counted, shape_of_one, stacked
 from functx.per_sample._batched_function import BatchedFunction
 from functx.per_sample._chunk_gradients import Arrivals, chunk_gradients
@@ -56,7 +56,7 @@ class StackedResults(Reduction):
         self._names, self._gradients = names, gradients
         self.like: list[torch.Tensor] = []
         self._norm_dtype = torch.float32
-        self.spec = _tree.flatten(function.differentiated(batch))[1]
+        self.spec = tree.flatten(function.differentiated(batch))[1]
         leaves, dims = map(batch.of_differentiated, (batch.leaves, batch.dims))
         for leaf, dim in zip(leaves, dims, strict=True):
             self.like.append(leaf.detach().new_empty(()).expand(shape_of_one(leaf, dim)))
@@ -156,7 +156,7 @@ class ClippedSum(StackedResults):
         if counted.empty:
             totals = [torch.zeros_like(total) for total in totals]
         totals = all_reduced(totals, self._process_group)
-        return _with_extras(_tree.unflatten(self.spec, totals), self._closed(counted))
+        return _with_extras(tree.unflatten(self.spec, totals), self._closed(counted))
 
 
 def _with_extras(result: Any, extras: dict[str, Any]) -> Any:

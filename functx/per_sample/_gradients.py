@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from functx import _validate
-from functx._validate import Argnums
+from functx._core import Argnums, validate
 from functx.per_sample._batch import Batch, InDims
 from functx.per_sample._batched_function import BatchedFunction, Func
 from functx.per_sample._chunk_gradients import CompiledGradients
@@ -18,7 +17,7 @@ from functx.per_sample._clipping import Scaling, check_scaling, groups_of
 from functx.per_sample._gradient_reductions import ClippedSum, Extras, StackedResults
 
 
-@_validate.with_options
+@validate.with_options
 def grads(
     func: Func,
     argnums: Argnums = 0,
@@ -94,7 +93,7 @@ def grads(
     return _over_batch(function, make, (return_values, return_norms, has_aux), compile)
 
 
-@_validate.with_options
+@validate.with_options
 def norms(
     func: Func,
     argnums: Argnums = 0,
@@ -140,7 +139,7 @@ def norms(
     return _over_batch(function, make, (return_values, True, has_aux), compile, groups)
 
 
-@_validate.with_options
+@validate.with_options
 def clipped_sum(
     func: Func,
     argnums: Argnums = 0,
@@ -220,14 +219,14 @@ def _over_batch(
     max_norm: Any = None,
 ) -> Callable[..., Any]:
     """A function of a batch, that runs a reduction of gradients over the examples."""
-    _validate.check_argnums(function.argnums, function.api)
+    validate.check_argnums(function.argnums, function.api)
     names = [name for name, is_wanted in zip(Extras._fields, wanted) if is_wanted]
     function.has_aux = "aux" in names
     if compile is not False:
         function.compiled = CompiledGradients(function, compile)
 
     def make_for(batch: Batch) -> StackedResults:
-        _validate.check_inputs(batch.given, batch.positions, function.api)
+        validate.check_inputs(batch.given, batch.positions, function.api)
         differentiated = function.differentiated(batch)
         found = groups_of(differentiated, groups, max_norm, function.api)
         return make(function, batch, found, names)

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from functx import _tree, _validate
-from functx._jacobians import jacrev
-from functx._validate import Argnums
+from functx._core import Argnums, tree, validate
+from functx._transforms import jacrev
 from functx.per_sample._batch import Batch, Counted, InDims, joined, split_batches
 from functx.per_sample._batched_function import BatchedFunction, Func
 from functx.per_sample._chunks import Chunks, Reduction
 
 
-@_validate.with_options
+@validate.with_options
 def gram(
     func: Func,
     argnums: Argnums = 0,
@@ -78,7 +77,7 @@ def gram(
 
     def jacobian(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         found, output = both(*args, **kwargs)
-        return output, _tree.leaves(found)
+        return output, tree.leaves(found)
 
     @functools.wraps(function.func, updated=())
     def products(*args: Any, others: Any = None, **kwargs: Any) -> Any:

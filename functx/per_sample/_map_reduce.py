@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from functx import _tree, _validate
-from functx._jacobians import jacfwd, jacrev
-from functx._validate import Argnums
+from functx._core import Argnums, tree, validate
+from functx._transforms import jacfwd, jacrev
 from functx.per_sample._batch import Batch, Counted, InDims, stacked
 from functx.per_sample._batched_function import BatchedFunction, Func
 from functx.per_sample._chunks import Chunks, Reduction
@@ -18,7 +17,7 @@ Reduce = Callable[[Any], Any]
 Combine = Callable[[Any, Any], Any]
 
 
-@_validate.with_options
+@validate.with_options
 def map_reduce(
     func: Callable[..., Any],
     reduce: str | Reduce = "sum",
@@ -61,11 +60,11 @@ def map_reduce(
         tensor([ 5., 10.])
     """
     api = "per_sample.map_reduce"
-    _validate.check_callable(func, api)
+    validate.check_callable(func, api)
     if combine is not None:
-        _validate.check_callable(combine, api)
+        validate.check_callable(combine, api)
     if not isinstance(reduce, str):
-        _validate.check_callable(reduce, api)
+        validate.check_callable(reduce, api)
     else:
         if reduce not in ("sum", "mean", "min", "max"):
             raise ValueError(
@@ -80,7 +79,7 @@ def map_reduce(
     )
 
 
-@_validate.with_options
+@validate.with_options
 def jacobian(
     func: Func,
     argnums: Argnums = 0,
@@ -163,11 +162,11 @@ class _Reduced(Reduction):
         if self._combine is not None:
             return self._combine(before, part)
         how = {"min": torch.minimum, "max": torch.maximum}.get(str(self._reduce), torch.add)
-        (flat, spec), (parts, part_spec) = _tree.flatten(before), _tree.flatten(part)
+        (flat, spec), (parts, part_spec) = tree.flatten(before), tree.flatten(part)
         if spec != part_spec:
             raise ValueError(
                 f"{self._api}: reduce returned another structure for another chunk, "
-                f"{_tree.shown(part_spec)} after {_tree.shown(spec)}; give combine"
+                f"{tree.shown(part_spec)} after {tree.shown(spec)}; give combine"
             )
         for one, other in zip(flat, parts):
             if one.shape != other.shape:
@@ -175,7 +174,7 @@ class _Reduced(Reduction):
                     f"{self._api}: reduce returned shape {tuple(other.shape)} after "
                     f"{tuple(one.shape)} for another chunk, which can't be added; give combine"
                 )
-        return _tree.unflatten(spec, map(how, flat, parts))
+        return tree.unflatten(spec, map(how, flat, parts))
 
     def result(self, counted: Counted) -> Any:
         if counted.empty and self._reduce != "sum":
@@ -187,4 +186,4 @@ class _Reduced(Reduction):
             total = [torch.zeros_like(leaf) for leaf in total]
         if self._reduce == "mean":
             total = [leaf / self._count for leaf in total]
-        return _tree.unflatten(self.structure, total)
+        return tree.unflatten(self.structure, total)

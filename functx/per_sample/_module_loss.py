@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from functx import _torch, _tree
-from functx._functional_call import functional_call
-from functx._objects import contents, is_of
+from functx import _torch
+from functx._core import contents, is_of, tree
+from functx._transforms import functional_call
 
 Params = dict[str, torch.Tensor]
 
@@ -76,16 +76,16 @@ def module_loss(
     def loss(params: Params, inputs: Any, *targets: Any) -> Any:
         if not torch.compiler.is_compiling():
             check_module(module)
-        leaves, spec = _tree.flatten((inputs, targets), _tree.is_tensor_dict)
-        inputs, targets = _tree.unflatten(spec, [_as_batch(leaf) for leaf in leaves])
+        leaves, spec = tree.flatten((inputs, targets), tree.is_tensor_dict)
+        inputs, targets = tree.unflatten(spec, [_as_batch(leaf) for leaf in leaves])
         args = contents(inputs) if is_of(inputs, (tuple, list)) else (inputs,)
         kwargs: dict[str, Any] = {}
-        if isinstance(inputs, Mapping) and not _tree.is_tensor_dict(inputs):
+        if isinstance(inputs, Mapping) and not tree.is_tensor_dict(inputs):
             args, kwargs = (), dict(inputs)
         value = criterion(functional_call(module, params, args, kwargs), *targets)
         if outputs:
-            leaves, spec = _tree.flatten(value, _tree.is_tensor_dict)
-            return _tree.unflatten(spec, [_first_row(leaf) for leaf in leaves])
+            leaves, spec = tree.flatten(value, tree.is_tensor_dict)
+            return tree.unflatten(spec, [_first_row(leaf) for leaf in leaves])
         is_number = isinstance(value, torch.Tensor) and value.numel() == 1
         return value.reshape(()) if is_number else value
 
@@ -103,7 +103,7 @@ def _first_row(leaf: Any) -> Any:
 
 
 def _has_shape(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) or _tree.is_tensor_dict(leaf)
+    return isinstance(leaf, torch.Tensor) or tree.is_tensor_dict(leaf)
 
 
 def trainable(module: nn.Module) -> Params:

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from functx import _torch, _tree
+from functx import _torch
+from functx._core import tree as _tree
 from functx._remat import on_replay
 from functx.per_sample._sums import Factor, Factored, OneHot, Rows, Term, product, worth
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from budgets.networks import NETWORKS, Chain
+from budget.networks import NETWORKS, Chain
 from torch import nn
 
 import functx

@@ -240,7 +240,7 @@ class TestMemory:
         assert kept - offloaded > DEPTH - 3
 
     def test_they_are_in_pinned_memory(self):
-        from functx._offload import to_host
+        from functx._policies.offload import to_host
 
         host = to_host(torch.ones(8, device="cuda"))
         assert host.is_pinned()

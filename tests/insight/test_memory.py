@@ -9,7 +9,8 @@ from torch import nn
 from torch.func import grad, hessian, jacfwd, jvp, vmap
 
 import functx
-from functx import _pictures, _storages
+from functx._core import memory_tracker
+from functx._insight import plots
 from functx.memory import LiveStorages, count, peak, plot, profile
 
 N = 1000
@@ -265,7 +266,7 @@ def test_replays_are_told_from_the_rest(x):
         assert ("replay", "sin") in ran
         assert ("backward", "cos") in ran
         assert ran.count(("forward", "sin")) == 2
-    assert type(region(x.clone().requires_grad_()).grad_fn).__name__ == _storages.REGION
+    assert type(region(x.clone().requires_grad_()).grad_fn).__name__ == memory_tracker.REGION
 
 
 def test_modules_have_paths(x):
@@ -293,7 +294,7 @@ def test_a_picture_has_layers_phases_and_the_peak(x, tmp_path):
 
     p = profile(functx.grad(f), x)
     text = p.plot(tmp_path / "layers.svg").read_text()
-    areas = _pictures.layers_of(p.history, len(p.timeline))
+    areas = plots.layers_of(p.history, len(p.timeline))
     assert text.count('<g id="FillBetweenPolyCollection') == len(areas) == 9
     assert [sum(at) for at in zip(*areas.values())] == [event.live for event in p.timeline]
     assert any(name.endswith("other lines") for name in areas)

@@ -5,7 +5,7 @@ Nothing is left for chance: the same kernels run in both, and bytes are counted 
 
 import pytest
 import torch
-from budgets.networks import NETWORKS
+from budget.networks import NETWORKS
 from references import peak, total
 from torch import nn
 from torch.nn import functional as F

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import functx
-from functx import _schedules
+from functx._loops import binomial
 
 from . import plain
 
@@ -173,7 +173,7 @@ def test_a_chain_runs_all_but_its_last_segment_again(segments):
     for functions in (layers, nn.Sequential(*layers), iter(layers)):
         ours = run(lambda x, functions=functions: functx.remat_sequential(functions, segments, x))
         assert_same(ours, run(nn.Sequential(*layers)))
-    start, end = _schedules.segments(7, segments)[-1]
+    start, end = binomial.segments(7, segments)[-1]
     counts = count(run, lambda x: functx.remat_sequential(layers, segments, x))
     assert counts["tanh"] == 7 + 7 - (end - start)
 
@@ -231,7 +231,7 @@ def test_a_chain_refuses():
 
 
 def test_the_deepest_nest_works_and_one_step_more_is_an_error():
-    steps = _schedules.reach(1, _schedules.DEEPEST)
+    steps = binomial.reach(1, binomial.DEEPEST)
     loop = lambda x: functx.remat_loop(torch.sin, x, steps, slots=1).sum()
     expected = functx.grad(lambda x: plain.of_steps(torch.sin, x, steps).sum())(STATES[:1])
     assert_same(functx.grad(loop)(STATES[:1]), expected)

@@ -9,7 +9,7 @@ from cases import numbers
 from references import Operations, count, gradients, no_garbage_collection, peak
 
 import functx
-from functx import _schedules
+from functx._loops import binomial
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
 WEIGHT = numbers(4, 4) / 2
@@ -61,13 +61,13 @@ class TestOfSteps:
 
         One cotangent a region that is being pulled back, and what one operation works on.
         """
-        depth = _schedules.depth(steps, slots)
+        depth = binomial.depth(steps, slots)
         states = peak(gradient, loop, X, steps, slots=slots) / STATE
         assert states <= (slots - 1) + 1 + depth + 2.2
 
     def test_forward_mode_keeps_no_slots(self):
         """Pairs of states that the regions around a step are called with."""
-        depth = _schedules.depth(200, 10)
+        depth = binomial.depth(200, 10)
         used = peak(functx.jvp, lambda x: loop(x, 200, slots=10), (X,), (X,)) / STATE
         assert used <= 2 * (depth + 2) + 0.1
 
@@ -79,7 +79,7 @@ class TestOfSteps:
             step = lambda c, x: (torch.tanh(c + x), None)
             return functx.remat_scan(step, X, xs, slots=6)[0].sum()
 
-        depth = _schedules.depth(len(xs), 6)
+        depth = binomial.depth(len(xs), 6)
         assert peak(functx.grad(f), xs) <= 2.2 * xs.nbytes + (6 + depth + 4) * STATE
 
 
@@ -160,7 +160,7 @@ def optimum(steps, slots):
 
 def walk(steps, slots):
     """Steps run again, and the most regions around one step, of a schedule as it is executed."""
-    *regions, last = _schedules.chain(steps, slots)
+    *regions, last = binomial.chain(steps, slots)
     assert last[0] == 1
     assert sum(m for m, _ in regions) == steps - 1
     again = deepest = 0
@@ -174,7 +174,7 @@ def walk(steps, slots):
 @pytest.mark.parametrize("slots", range(1, 9))
 def test_binomial_schedules_are_the_optimum(slots):
     for steps in range(1, 100):
-        best, depth = optimum(steps, slots), _schedules.depth(steps, slots)
+        best, depth = optimum(steps, slots), binomial.depth(steps, slots)
         assert walk(steps, slots) == (best, depth)
 
 
@@ -184,6 +184,6 @@ def test_a_thousand_steps_in_ten_slots_run_3755_again():
 
 def test_the_least_slots_bound_the_depth():
     for steps in (1, 31, 32, 496, 497, 1024, 10**6):
-        slots = _schedules.least_slots(steps)
-        assert _schedules.depth(steps, slots) <= _schedules.DEEPEST
-        assert slots == 1 or _schedules.depth(steps, slots - 1) > _schedules.DEEPEST
+        slots = binomial.least_slots(steps)
+        assert binomial.depth(steps, slots) <= binomial.DEEPEST
+        assert slots == 1 or binomial.depth(steps, slots - 1) > binomial.DEEPEST

@@ -9,7 +9,8 @@ from cases import numbers
 from references import assert_same
 
 import functx
-from functx import _tree, per_sample
+from functx import per_sample
+from functx._core import tree as _tree
 
 
 @dataclasses.dataclass

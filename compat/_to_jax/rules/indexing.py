@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from functx._errors import LoweringError
+from functx._core import LoweringError
 from functx.compat._to_jax.rules.table import rule, rules
 
 

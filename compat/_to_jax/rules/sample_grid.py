@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.ndimage import map_coordinates
 
-from functx._errors import LoweringError
+from functx._core import LoweringError
 from functx.compat._to_jax.rules.table import rule, rules
 
 _NEAREST = 1

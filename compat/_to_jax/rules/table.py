@@ -21,7 +21,12 @@ from typing import Any
 
 import torch
 
-from functx.compat._torch import OpOverload, core_aten_decompositions, decomposition_table, name_of
+from functx._torch.lowering import (
+    OpOverload,
+    core_aten_decompositions,
+    decomposition_table,
+    name_of,
+)
 
 Fn = Callable[..., Any]
 

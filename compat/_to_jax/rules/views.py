@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from functx._errors import LoweringError
+from functx._core import LoweringError
 from functx.compat._bridge import to_jax_dtype
 from functx.compat._to_jax.rules.table import rule, rules
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from functx import _torch as engine
-from functx import _tree
-from functx._errors import LoweringError
-from functx.compat._torch import FakeTensor, grouped_mm
+from functx._core import LoweringError, tree
+from functx._torch.lowering import FakeTensor, grouped_mm
 
 
 def _cov(
@@ -80,7 +79,7 @@ def _ctc_loss(*_: Any, **__: Any) -> Tensor:
 
 def stacked(data: Any) -> Any:
     """A list of tensors as one, which ``torch.tensor`` would read the values of."""
-    listed = _tree.leaves(data) if isinstance(data, list | tuple) else ()
+    listed = tree.leaves(data) if isinstance(data, list | tuple) else ()
     tensors = [t for t in listed if torch.is_tensor(t)]
     of = engine.proxy_mode().tracer.unwrap_proxy  # what is a region's own is no value out here
     if not tensors or any(isinstance(t, FakeTensor) and of(t) is t for t in tensors):

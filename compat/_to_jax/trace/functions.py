@@ -1,7 +1,7 @@
 """Custom ``autograd.Function``: found while a function is traced, and its derivative rules traced.
 
 A trace below autograd would see the forward's operations only.  While a function is traced,
-``apply`` is intercepted (`functx.compat._torch.applying`): the Function runs as usual, and is run
+``apply`` is intercepted (`functx._torch.process_patches`): the Function runs as usual, and is run
 once more on stand-ins, forward and backward together, by torch's own machinery, so that
 ``needs_input_grad``, ``materialize_grads``, ``mark_non_differentiable`` and the rest mean what they
 mean in torch.  That joint graph is cut in two where the forward ended.  What crosses the cut is
@@ -35,15 +35,16 @@ from torch.utils.checkpoint import CheckpointFunction
 
 import functx
 from functx import _torch as engine
-from functx._errors import LoweringError
+from functx._core import LoweringError, has_derivatives
 from functx._remat import unseen
-from functx._validate import has_derivatives
-from functx.compat._to_jax.trace.functional import (
-    functional,
-    lift_constants,
-    writes_to_placeholders,
+from functx._torch.lowering import (
+    BackwardHookFunction,
+    FakeTensorMode,
+    is_once_differentiable,
+    unhooked,
 )
-from functx.compat._to_jax.trace.nodes import (
+from functx._torch.process_patches import plain_apply
+from functx.compat._to_jax.nodes import (
     CustomFunction,
     DerivativeRule,
     emit,
@@ -51,14 +52,12 @@ from functx.compat._to_jax.trace.nodes import (
     nodes_from_now,
     placeholders,
 )
-from functx.compat._to_jax.trace.traced_draws import TracedDraws
-from functx.compat._torch import (
-    BackwardHookFunction,
-    FakeTensorMode,
-    is_once_differentiable,
-    plain_apply,
-    unhooked,
+from functx.compat._to_jax.passes.functional import (
+    functional,
+    lift_constants,
+    writes_to_placeholders,
 )
+from functx.compat._to_jax.trace.traced_draws import TracedDraws
 
 aten = torch.ops.aten
 _SAME = (aten.alias.default, aten.detach.default)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from functx import _torch as engine
-from functx import _tree
-from functx.compat._torch import FakeTensor, draws, is_functorch_wrapped, is_mutable
+from functx._core import tree
+from functx._torch.lowering import FakeTensor, is_functorch_wrapped, is_mutable
+from functx.compat._to_jax.nodes import draws
 
 _LARGEST = 4096  # entries; larger ones are nobody's sizes
 _T: Any = Tensor
@@ -62,29 +63,29 @@ class KnownValues:
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run in the trace."""
-        outs = [t for t in _tree.leaves(out) if _tree.is_tensor(t)]
+        outs = [t for t in tree.leaves(out) if tree.is_tensor(t)]
         known = all(t.numel() <= _LARGEST for t in outs)
         found = self._compute(func, args, kwargs) if known and not draws(func, args) else None
         if found is None:
             if is_mutable(func):
                 self._forget(args)
             return
-        values = [t for t in _tree.leaves(found[0]) if _tree.is_tensor(t)]
+        values = [t for t in tree.leaves(found[0]) if tree.is_tensor(t)]
         sources = found[1] | (_UNSET if "empty" in func._schema.name else {})
         self._known |= {id(t): (ref(t), value, sources) for t, value in zip(outs, values)}
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Reads] | None:
-        leaves, spec = _tree.flatten((args, kwargs))
+        leaves, spec = tree.flatten((args, kwargs))
         sources: Reads = {}
         for i, leaf in enumerate(leaves):
-            if _tree.is_tensor(leaf):
+            if tree.is_tensor(leaf):
                 if (found := self._find(leaf)) is None:
                     return None
                 leaves[i] = found[1]
                 sources |= found[2] if i or func not in _WRITES_ALL else {}
         if 0 in sources and not func.is_view:  # unset memory may be no index, say
             return None
-        args, kwargs = _tree.unflatten(spec, leaves)
+        args, kwargs = tree.unflatten(spec, leaves)
         try:
             with engine.without_dispatch_modes():
                 return func(*args, **kwargs), sources
@@ -108,7 +109,7 @@ class KnownValues:
 
     def _forget(self, args: Any) -> None:
         """Something unknown was written: what shares the memory is not known any more."""
-        for t in filter(_tree.is_tensor, _tree.leaves(args)):
+        for t in filter(tree.is_tensor, tree.leaves(args)):
             if (found := self._known.get(id(t))) is not None:
                 memory = engine.storage_of(found[1])
                 for key, (_, value, _) in [*self._known.items()]:

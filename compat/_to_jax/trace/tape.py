@@ -33,18 +33,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from functx import _torch as engine
-from functx._errors import LoweringError
-from functx._validate import has_derivatives
-from functx.compat._to_jax.rules.table import decompositions, lookup
-from functx.compat._to_jax.source_lines import at_line, note_source, warn
-from functx.compat._to_jax.trace.composites import RECURRENT, REPLACED, layer_by_layer, stacked
-from functx.compat._to_jax.trace.functions import within
-from functx.compat._to_jax.trace.known_values import READS, KnownValues
-from functx.compat._to_jax.trace.nodes import nodes_from_now
-from functx.compat._to_jax.trace.policies import with_examples
-from functx.compat._to_jax.trace.traced_draws import TracedDraws
-from functx.compat._to_jax.trace.value_checks import is_check
-from functx.compat._torch import (
+from functx._core import LoweringError, has_derivatives
+from functx._torch.lowering import (
     LOCAL_SCALAR,
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -56,12 +46,20 @@ from functx.compat._torch import (
     asking_no_mode,
     called_by,
     called_by_us,
-    draws,
     is_functorch_wrapped,
     is_mutable,
     map_tensors,
     saved_tensors_hooks,
 )
+from functx.compat._to_jax.nodes import draws, nodes_from_now
+from functx.compat._to_jax.passes.policies import with_examples
+from functx.compat._to_jax.rules.table import decompositions, lookup
+from functx.compat._to_jax.source_lines import at_line, note_source, warn
+from functx.compat._to_jax.trace.composites import RECURRENT, REPLACED, layer_by_layer, stacked
+from functx.compat._to_jax.trace.functions import within
+from functx.compat._to_jax.trace.known_values import READS, KnownValues
+from functx.compat._to_jax.trace.traced_draws import TracedDraws
+from functx.compat._to_jax.trace.value_checks import is_check
 
 aten = torch.ops.aten
 

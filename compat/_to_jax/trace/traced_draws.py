@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from functx._errors import LoweringError
+from functx._core import LoweringError
 
 Mark = tuple[bytes, int]
 

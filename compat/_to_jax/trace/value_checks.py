@@ -18,10 +18,10 @@ import torch
 from torch.fx import GraphModule, Node, has_side_effect
 
 from functx import _torch as engine
-from functx._validate import has_derivatives
+from functx._core import has_derivatives
+from functx._torch.lowering import asked_by
+from functx.compat._to_jax.nodes import body_of, is_region
 from functx.compat._to_jax.rules.table import rule
-from functx.compat._to_jax.trace.nodes import body_of, is_region
-from functx.compat._torch import asked_by
 
 _library = torch.library.Library("functx", "FRAGMENT")
 _library.define("asked(Tensor valid) -> Tensor")

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from functx._errors import LoweringError
+from functx._core.errors import LoweringError
+from functx._torch.lowering import FakeTensorMode
 from functx.compat import from_jax
 from functx.compat._bridge.dlpack import ALIGNMENT, array_from_torch, borrow, give, tensor_from_jax
-from functx.compat._torch import FakeTensorMode
 
 COMPLEX = (torch.complex64, torch.complex128)
 DTYPES = [

@@ -288,7 +288,7 @@ def test_a_model_type_that_can_not_be_made_small_says_so(capsys, monkeypatch):
 @pytest.mark.parametrize("name", ["layoutlmv3", "nemotron", "patchtst", "timesfm"])
 def test_sizes_that_depend_on_each_other_or_that_are_left_open_are_found(name):
     pytest.importorskip("transformers")
-    from functx._command import small_models
+    from functx.compat.testing import small_models
 
     cls, config, _ = small_models.find(name)
     assert config.model_type == name

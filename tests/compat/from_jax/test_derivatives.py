@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import functx
 from functx import memory
-from functx._errors import LoweringError
+from functx._core.errors import LoweringError
 from functx.compat import from_jax
 from functx.compat._from_jax.torch_operator import program_of
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import functx
-from functx._errors import LoweringError
+from functx._core.errors import LoweringError
 from functx.compat import from_jax, to_jax
 
 from ..helpers import assert_close

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import functx
-from functx._errors import LoweringError
+from functx._core.errors import LoweringError
 from functx.compat import to_jax
 
 from ..helpers import arrays, assert_close

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.functional import dropout
 
 import functx
-from functx._errors import LoweringError
+from functx._core.errors import LoweringError
 from functx.compat import to_jax
 
 from ..helpers import apart

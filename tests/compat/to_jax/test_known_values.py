@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import functx
-from functx._errors import LoweringError
+from functx._core.errors import LoweringError
 from functx.compat import to_jax
 
 X = jnp.arange(3.0)

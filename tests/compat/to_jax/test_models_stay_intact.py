@@ -12,7 +12,7 @@ from cases import numbers
 from references import assert_same
 
 import functx
-from functx._errors import LoweringError
+from functx._core.errors import LoweringError
 from functx.compat import to_jax
 
 X = numbers(4, 3)

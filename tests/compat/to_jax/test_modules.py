@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 import functx
-from functx._errors import LoweringError
+from functx._core.errors import LoweringError
 from functx.compat import to_jax
 
 from ..helpers import arrays, assert_close

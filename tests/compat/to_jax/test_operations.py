@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import functx
-from functx._errors import LoweringError
+from functx._core.errors import LoweringError
 from functx.compat import to_jax
 
 from ..helpers import arrays, assert_close

@@ -8,7 +8,7 @@ import torch
 import functx
 from functx import checkpoint_policies as cp
 from functx.compat import to_jax
-from functx.compat._to_jax.trace.nodes import modules_of
+from functx.compat._to_jax.nodes import modules_of
 
 from ..helpers import arrays, assert_close, count_dots, weights
 

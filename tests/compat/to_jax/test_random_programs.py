@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from functx._errors import LoweringError
+from functx._core.errors import LoweringError
 from functx.compat import to_jax
 
 VIEWS = [

@@ -9,11 +9,11 @@ from torch._higher_order_ops import map as map_rows
 from torch.fx.experimental import proxy_tensor
 
 import functx
-from functx._errors import LoweringError
+from functx._core.errors import LoweringError
 from functx.compat import to_jax
-from functx.compat._to_jax.refusals import check
+from functx.compat._to_jax.functional_graph import Spec, trace
+from functx.compat._to_jax.lower.refusals import check
 from functx.compat._to_jax.rules import table as _table
-from functx.compat._to_jax.trace.trace import Spec, trace
 
 from ..helpers import assert_close
 

@@ -22,7 +22,7 @@ from jax import lax
 from torch.fx import traceback
 
 import functx
-from functx._errors import LoweringError
+from functx._core.errors import LoweringError
 from functx.compat import to_jax
 
 from ..helpers import arrays, assert_close

@@ -1,0 +1,89 @@
+"""Compiles a graph, so that its order and its recompute stay what they are.
+
+NOTE [stages]
+Inductor fuses loops that read the same memory: the norm of a forward with that of its recompute,
+which then lives from the forward on. So nodes note their stage, a run of one phase of one region,
+and whether it is a forward. Fused is what is of one stage, or read by the next, if no forward's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from functx import _torch
+from functx._compile.tracing import Traced
+from functx._core import LiveStorages
+from functx._torch import compiler
+
+# Inductor would move a recompute to its operands, or schedule it early. Memory is laid out as in
+# eager: copies with channels last would live on. Random numbers come from torch's generators.
+INDUCTOR = {
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "layout_optimization": False,
+    "fallback_random": True,
+}
+
+
+def compiled(traced: Traced, backend: Any) -> Callable[[list[Any]], list[Any]]:
+    """What runs a graph: from a list of tensors and sizes, which it empties, to its results."""
+    module, examples = traced.module(), traced.examples()
+    _note_stages(module.graph)
+    notice = noticed("functx.jit: compiling", module.graph)
+    with notice, _torch.without_dispatch_modes(), torch.no_grad():
+        if backend == "inductor":
+            boxed = compiler.inductor(module, examples, INDUCTOR)
+        else:
+            known = compiler.load().lookup_backend(backend) if isinstance(backend, str) else backend
+            boxed = _boxed(known(module, examples))
+
+    def call(args: list[Any]) -> list[Any]:
+        modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
+        if backend == "inductor" and any(isinstance(mode, LiveStorages) for mode in modes):
+            raise TypeError(
+                "functx.jit: what inductor compiles can't be followed. For functx.memory pass the "
+                "jitted function as an argument of what is measured; for functx.saved_residuals "
+                'use backend="aot_eager", which saves the same.'
+            )
+        args[:] = [t.detach() if isinstance(t, Tensor) else t for t in args]
+        with torch.no_grad():
+            return [*boxed(args)]
+
+    return call
+
+
+@contextmanager
+def noticed(what: str, graph: fx.Graph) -> Iterator[None]:
+    """Say on stderr what is being done to a graph, if it takes more than two seconds."""
+    text = f"{what} a graph of {len(graph.nodes)} operations ...\n"
+    timer = threading.Timer(2.0, sys.stderr.write, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    return lambda args: run(*[args.pop(0) for _ in range(len(args))])
+
+
+def _note_stages(graph: fx.Graph) -> None:
+    """See NOTE [stages]."""
+
+    def stage(node: fx.Node) -> tuple[Any, Any]:
+        custom = node.meta.get("custom", {})
+        return custom.get("functx_region"), custom.get("functx_phase")
+
+    for number, ((_, phase), nodes) in enumerate(itertools.groupby([*graph.nodes], stage)):
+        for node in nodes if phase else ():
+            node.meta["custom"] |= {compiler.STAGE: (number, phase == "forward")}

@@ -1,0 +1,371 @@
+"""Recompute in a graph of ``torch.fx`` that holds a forward and its backward.
+
+`remat` takes graphs from anywhere: ``make_fx`` of a step, AOTAutograd, the joint export of
+``torch.export``, a graph trainer. What the backward reads of the forward, and a region does not
+keep, it computes again, right before its first use; what nobody reads any more is taken out.
+
+NOTE [runs]
+A graph is a row of runs: the forward, a backward pass, perhaps the next forward. A run begins where
+torch has marked a node as backward, ones are made like a result that is differentiated, or an input
+is read that is named ``tangents_...``. What a run reads of those before it, it may compute again.
+
+NOTE [regions]
+By what there is: nodes with torch's ``recompute`` tags, regions of functx, blocks of a model (in a
+module whose path has a number: ``layers.3``), or all of a run. Kept are inputs and what leaves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from functx import _torch
+from functx._compile.backends import noticed
+from functx._compile.tracing import base_of, written_by
+from functx._core import checked_budget, tree
+from functx._policies import Decision, Value, flops_of, is_dot
+from functx._policies import policy as _save_policies
+from functx._remat import operator_of
+from functx._torch import graphs
+
+aten = torch.ops.aten
+_ONES = {aten.ones_like.default, aten.full_like.default}
+_SAME = {aten.detach.default, aten.alias.default}
+_SAVE = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
+_BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
+Step = tuple[fx.Node, int]  # and the run in which it runs again; -1 where it stands as it did
+Steps = list[tuple[Step, dict[fx.Node, Step]]]  # with the step that gives each thing it reads
+_COUNTS = (*range(1, 9), *range(10, 17, 2), *range(20, 65, 6))  # of segments that a budget tries
+
+
+def remat(gm: fx.GraphModule, *, policy: Any = None, budget: Any = None) -> fx.GraphModule:
+    """Put recompute into a joint forward and backward graph.
+
+    Args:
+        gm: a graph of ATen operations, whose nodes have ``meta["val"]``, as tracers leave it.
+            Several backward passes may be in it.
+        policy: what regions keep beside their inputs, as for `functx.remat`; random results are
+            kept in any case. ``None`` asks the tags of the nodes, or keeps nothing.
+        budget: the most bytes that are to be live beside the inputs: an int, a text such as
+            ``"2GiB"``, or a float, a share of what the graph has now. Regions are chosen, not read.
+
+    Returns:
+        A graph module that gives the same results. ``gm`` stays as it is. Nodes that run again are
+        named ``..._again_1``, by run; their ``meta["custom"]["functx_phase"]`` is ``"replay"``.
+
+    Raises:
+        TypeError: ``gm`` is no graph module.
+        ValueError: there is no backward in it, or nothing says what is a region, or the budget
+            can't be met (the error says what can), or both or offloading are asked for.
+
+    Example:
+        >>> import torch, functx
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> f = lambda w, x: torch.sin(torch.sin(x @ w)).sum()
+        >>> joint = make_fx(torch.func.grad_and_value(f))(torch.ones(2, 2), torch.ones(3, 2))
+        >>> less = functx.graph.remat(joint, policy=functx.checkpoint_policies.dots_saveable)
+        >>> [node.name for node in less.graph.nodes if "again" in node.name]
+        ['sin_again_1']
+
+    Source:
+        Chen et al., *Training deep nets with sublinear memory cost*, 2016.
+    """
+    if not isinstance(gm, fx.GraphModule):
+        raise TypeError(f"functx.graph.remat: expected an fx.GraphModule, got {type(gm).__name__}.")
+    if policy is not None and budget is not None:
+        raise ValueError("functx.graph.remat: a budget chooses what to keep; don't give a policy.")
+    joint = Joint(gm.graph)
+    if budget is None:
+        again = joint.not_kept(joint.regions(policy), _asked(policy))
+    else:
+        with noticed("functx.graph.remat: a budget for", gm.graph):
+            again = _within(joint, checked_budget(budget, "functx.graph.remat"))
+    new = fx.GraphModule(gm, joint.rewritten(again))
+    new.meta.update(gm.meta)
+    return new
+
+
+class Joint:
+    """What is to be known of a graph, node by node; places are in its order."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        *self.nodes, self.output = graph.nodes
+        self.place = {n: i for i, n in enumerate(self.nodes)}
+        starts = _starts(self.nodes)
+        if not starts:
+            raise ValueError(
+                "functx.graph.remat: the graph has no backward that can be told from the forward. "
+                'Set node.meta["partitioner_tag"] = "is_backward" on its nodes.'
+            )
+        self.run = dict(zip(self.nodes, itertools.accumulate(int(n in starts) for n in self.nodes)))
+        self.reads = {n: n.all_input_nodes for n in self.nodes}
+        self.base = {n: base_of(n) for n in self.nodes}
+        self.size = {n: _bytes(n) for n in self.nodes}
+        self.stays = {n for n in self.nodes if n.op != "call_function" or n.is_impure()}
+        self.memory = dict[fx.Node, fx.Node]()  # for each node the one that made its memory
+        for node, base in self.base.items():
+            self.memory[node] = node if base is None else self.memory[base]
+        self.results = {self.memory[n] for n in self.output.all_input_nodes}
+        self.fixed = self._fixed()
+
+    def _fixed(self) -> set[fx.Node]:
+        """Nodes that can't run again."""
+        writes = defaultdict(list)
+        for node in self.nodes:
+            for x in written_by(node):
+                writes[self.memory[x]].append(self.place[node])
+        fixed, last = set[fx.Node](), dict[fx.Node, int]()
+        for node in reversed(self.nodes):
+            # The last place at which it may run again:
+            users = [u for u in node.users if u is not self.output]
+            ends = [self.place[u] if self.run[u] > self.run[node] else last[u] for u in users]
+            last[node] = max(ends, default=-1)
+            read = {self.memory[x] for x in (node, *self.reads[node])}
+            written = [at for m in read for at in writes[m]]
+            if any(self.place[node] < at < last[node] for at in written) or not _is_pure(node):
+                fixed.add(node)
+        return fixed
+
+    def regions(self, policy: Any) -> dict[fx.Node, Any]:
+        """For each node that is in a region, which; see NOTE [regions]."""
+        for find in (_by_tag, _by_region, _by_module):
+            if found := find(self.nodes):
+                return found
+        if policy is None:
+            raise ValueError(
+                "functx.graph.remat: nothing says what is a region: no node has a recompute tag, "
+                "a region of functx, or a module with a number in its path. Give a policy or a "
+                "budget."
+            )
+        return dict.fromkeys(self.nodes, "all")
+
+    def not_kept(
+        self, regions: dict[fx.Node, Any], keeps: Callable[[fx.Node], bool]
+    ) -> set[fx.Node]:
+        """What is to run again: in regions, what is not kept."""
+        again, leaves = set[fx.Node](), set[fx.Node]()  # memory that leaves its region
+        for node, region in regions.items():
+            users = [u for u in node.users if self.run.get(u) == self.run[node]]
+            if any(regions.get(u) != region for u in users):
+                leaves.add(self.memory[node])
+        stay = self.results | leaves
+        for node in self.nodes:
+            base = self.memory[node]  # (a view is taken as what it is of)
+            if node not in regions or node in self.fixed:
+                continue
+            redone = base in again if base is not node else not (node in stay or keeps(node))
+            if redone:
+                again.add(node)
+        return again
+
+    def steps(self, again: set[fx.Node]) -> Steps:
+        """The nodes in their new order, and for what each reads, the step that gives it."""
+        made, copied = list[Step](), set[Step]()
+        for node in self.nodes:
+            run, new, todo = self.run[node], list[fx.Node](), [*self.reads[node]]
+            while todo:
+                x = todo.pop()
+                if x in again and self.run[x] != run and (x, run) not in copied:
+                    copied.add((x, run))
+                    new.append(x)
+                    todo += self.reads[x]
+            made += [(x, run) for x in sorted(new, key=self.place.__getitem__)]
+            made.append((node, -1))
+        # Take out what nobody reads.
+        read, live = {(n, -1) for n in self.output.all_input_nodes}, []
+        for node, number in reversed(made):
+            if (node, number) in read or (number < 0 and node in self.stays):
+                run = number if number >= 0 else self.run[node]
+                reads = {x: (x, run if (x, run) in copied else -1) for x in self.reads[node]}
+                read |= {*reads.values()}
+                live.append(((node, number), reads))
+        return live[::-1]
+
+    def rewritten(self, again: set[fx.Node]) -> fx.Graph:
+        """The graph in which these run again."""
+        graph, made = graphs.empty_like(self.graph), dict[Step, fx.Node]()
+        for (node, number), reads in self.steps(again):
+            copies = {x: made[step] for x, step in reads.items()}
+            new = made[node, number] = graph.node_copy(node, copies.__getitem__)
+            if number >= 0:
+                new.meta["custom"] = {**node.meta.get("custom", {}), "functx_phase": "replay"}
+                new.name = f"{node.name}_again_{number}"
+        graph.output(fx.map_arg(self.output.args[0], lambda x: made[x, -1]))
+        graph.lint()
+        return graph
+
+    def peak(self, steps: Steps) -> int:
+        """In bytes, beside the inputs."""
+        memory, ends = dict[Step, Step](), dict[Step, int]()  # of each step; when it is let go
+        changes = [0] * (len(steps) + 2)
+        for i, (step, reads) in enumerate(steps):
+            base = self.base[step[0]]
+            memory[step] = step if base is None else memory[reads[base]]
+            changes[i] += self.size[step[0]] if base is None else 0
+            ends |= {memory[x]: i for x in (*reads.values(), step)}
+        ends |= {memory[n, -1]: len(steps) for n in self.output.all_input_nodes}
+        for (node, _), i in ends.items():
+            changes[i + 1] -= self.size[node]
+        return max(itertools.accumulate(changes))
+
+
+def _asked(policy: Any) -> Callable[[fx.Node], bool]:
+    """Whether a region keeps what a node gives."""
+    if policy is None:
+        return _is_tagged_to_save
+    asked = _save_policies.as_policy(policy)
+
+    def keeps(node: fx.Node) -> bool:
+        names = frozenset(node.meta.get("custom", {}).get("functx_names", ()))
+        decision = asked.decide(Value(node.target, *_given(node), node.meta.get("val"), names))
+        if decision is Decision.OFFLOAD:
+            raise ValueError("functx.graph.remat: a graph can't offload; save or recompute.")
+        return bool(decision)
+
+    return keeps
+
+
+def _given(node: fx.Node) -> tuple[Any, Any]:
+    """Positional and keyword arguments of a node, as values of the trace."""
+    return fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+
+
+def _is_tagged_to_save(node: fx.Node) -> bool:
+    said = node.meta.get("recompute"), node.meta.get("custom", {}).get("functx_decision")
+    return said[0] in _SAVE or said[1] == "save"
+
+
+def _by_tag(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
+    tagged = [n for n in nodes if isinstance(n.meta.get("recompute"), CheckpointPolicy)]
+    return {n: n.meta.get("ac_graph_id", 0) for n in tagged}
+
+
+def _by_region(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
+    names = ((n.meta.get("custom", {}).get("functx_region"), n) for n in nodes)
+    runs = enumerate(itertools.groupby(names, lambda named: named[0]))
+    return {n: number for number, (name, run) in runs if name is not None for _, n in [*run]}
+
+
+def _by_module(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
+    found = {}
+    for node in nodes:
+        modules = [*(node.meta.get("nn_module_stack") or {}).values()]
+        if modules and (block := _BLOCK.match(str(modules[-1][0]))):
+            found[node] = block[0]
+    return found
+
+
+def _within(joint: Joint, budget: int | float) -> set[fx.Node]:
+    """The least work that keeps to a budget, among segments of the same bytes."""
+    whole = joint.peak(joint.steps(set()))
+    most = int(whole * budget) if isinstance(budget, float) else budget
+    if whole <= most:
+        return set()
+    found, least = list[tuple[int, int, set[fx.Node]]](), whole
+    of_segments = (lambda node: is_dot(node.target)), (lambda node: False)  # what they keep
+    for segments, keeps in itertools.product(_segments(joint), of_segments):
+        again = joint.not_kept(segments, keeps)
+        steps = joint.steps(again)
+        peak = joint.peak(steps)
+        least = min(least, peak)
+        if peak <= most:
+            work = sum(_flops(node) for (node, run), _ in steps if run >= 0)
+            found.append((work, len(found), again))
+    if not found:
+        raise ValueError(
+            f"functx.graph.remat: the budget is {most:,} bytes; the least possible is {least:,}."
+        )
+    return min(found)[2]
+
+
+def _segments(joint: Joint) -> Iterator[dict[fx.Node, int]]:
+    """Segments of the same bytes, and others that are cut near there where little is handed on."""
+    last = joint.run[joint.nodes[-1]]
+    nodes = [n for n in joint.nodes if joint.run[n] < last]
+    sizes = [joint.size[n] if joint.memory[n] is n else 0 for n in nodes]
+    made, changes = [*itertools.accumulate(sizes)], [0] * (len(nodes) + 1)
+    ends = dict[fx.Node, int]()  # of memory, the last place at which its run reads it
+    for i, node in enumerate(nodes):
+        ends |= {joint.memory[x]: i for x in joint.reads[node] if joint.run[x] == joint.run[node]}
+    for i, node in enumerate(nodes):
+        changes[i] += sizes[i]
+        changes[ends.get(node, i)] -= sizes[i]
+    handed_on = [*itertools.accumulate(changes)]
+    for count in _COUNTS:
+        step, places = max(made[-1] / count, 1.0), range(len(nodes))
+        yield {node: int(n / step) for node, n in zip(nodes, made)}
+        near = itertools.groupby(places, [round(n / step) for n in made].__getitem__)
+        cuts = {min(group, key=handed_on.__getitem__) for j, group in near if 0 < j < count}
+        yield dict(zip(nodes, itertools.accumulate(int(i - 1 in cuts) for i in places)))
+
+
+def _starts(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The nodes at which a run begins; see NOTE [runs]."""
+    for is_backward in (_is_marked, _is_cotangent, _reads_tangents, _is_marked_by_functx):
+        marked = {n for n in nodes if is_backward(n)}
+        if found := {n for n in marked if n.prev not in marked}:
+            return found
+    return set()
+
+
+def _is_marked(node: fx.Node) -> bool:
+    said, phase = node.meta, node.meta.get("custom", {}).get("phase")
+    tagged = said.get("partitioner_tag") == "is_backward" or said.get("autograd_backward")
+    return node.op != "placeholder" and bool(tagged or phase == "backward")
+
+
+def _is_marked_by_functx(node: fx.Node) -> bool:
+    return node.meta.get("custom", {}).get("functx_phase") in ("backward", "replay")
+
+
+def _reads_tangents(node: fx.Node) -> bool:
+    return any(str(x.target).startswith("tangents") for x in node.all_input_nodes)
+
+
+def _is_cotangent(node: fx.Node) -> bool:
+    """Whether a node is ones, like a result that is differentiated."""
+    if node.target not in _ONES or (node.target is aten.full_like.default and node.args[1] != 1):
+        return False
+    of: Any = node.args[0]
+    value = of.meta.get("val")
+    return (isinstance(value, Tensor) and value.dim() == 0) or _is_final(of)
+
+
+def _is_final(node: fx.Node) -> bool:
+    """Whether nothing is computed of a node but ones."""
+    others = [u for u in node.users if u.op != "output" and u.target not in _ONES]
+    return all(u.target in _SAME and _is_final(u) for u in others)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a node gives the same again, and does nothing else."""
+    if node.target is operator.getitem:
+        return True
+    if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
+        return False
+    known = operator_of(node.target)
+    drawn = known.draws and not known.draws_nothing(node.args)
+    return not (drawn or known.writes or node.target._schema.is_mutable)
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of what a node makes; inputs count nothing."""
+    if node.op in ("placeholder", "get_attr"):
+        return 0
+    tensors = [t for t in tree.leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+    return sum(int(t.numel()) * t.element_size() for t in tensors)
+
+
+def _flops(node: fx.Node) -> int:
+    if node.op != "call_function" or base_of(node) is not None:
+        return 0
+    return flops_of(node.target, *_given(node), node.meta.get("val"))

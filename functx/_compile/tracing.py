@@ -1,0 +1,207 @@
+"""Traces a function into a plain graph of ATen operations, cut between forward and backward.
+
+Regions are traced as they run, so each recomputes in the graph where it does in eager. Tensors that
+the function reads otherwise than through its arguments are constants to the tracer; here they
+become inputs. The joint of a forward and its pullback is cut where the pullback begins: what the
+second part reads of the first one is saved, so that it is what regions keep. Views are not saved
+but made again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from functx import _torch
+from functx._compile.state import refuse_traced
+from functx._core import TracingError, line_now, tree
+from functx._remat import operator_of, unseen
+from functx._torch import compiler, graphs
+
+aten = torch.ops.aten
+_SAME = {aten.alias.default, aten.detach.default}  # do nothing to a value below all transforms
+
+
+@dataclass
+class Traced:
+    """A graph whose inputs are arguments, and then constants; in it nodes stand for cotangents."""
+
+    root: torch.nn.Module
+    graph: fx.Graph
+    constants: Sequence[Tensor] = ()
+    cotangents: Sequence[fx.Node] = ()
+
+    def module(self) -> fx.GraphModule:
+        """What runs it."""
+        self.graph.eliminate_dead_code(graphs.acts)
+        return fx.GraphModule(self.root, self.graph)  # (generators, graphs inside of it)
+
+    def draws(self) -> bool:
+        """Whether random numbers are drawn."""
+        calls = [n for n in self.graph.nodes if isinstance(n.target, _torch.OpOverload)]
+        known = [(operator_of(n.target), n.args) for n in calls]
+        return any(op.draws and not op.draws_nothing(args) for op, args in known)
+
+    def written(self) -> list[int]:
+        """The inputs whose memory is written, by number."""
+        memory, written = dict[fx.Node, fx.Node](), set[fx.Node]()
+        for node in self.graph.nodes:
+            base = base_of(node)
+            memory[node] = node if base is None else memory[base]
+            written |= {memory[x] for x in written_by(node)}
+        inputs = self.graph.find_nodes(op="placeholder")
+        return [i for i, node in enumerate(inputs) if node in written]
+
+    def examples(self) -> list[Any]:
+        """Fake inputs."""
+        return [n.meta["val"] for n in self.graph.nodes if n.op == "placeholder"]
+
+
+def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: bool) -> Traced:
+    """The graph of ``f``, for other sizes too, if dynamic.
+
+    ``f`` is given, before ``args``, a function that gives a contiguous cotangent of a result.
+
+    Raises:
+        TracingError: the function reads values of tensors in Python.
+    """
+    cotangents = list[fx.Node]()
+
+    def traced(*given: Tensor) -> list[Tensor]:
+        return [*f(cotangent_of, *given)]
+
+    def cotangent_of(t: Tensor) -> Tensor:
+        cotangent = t.new_empty(t.shape)
+        cotangents.append(graphs.last_node())
+        return cotangent
+
+    with unseen(), _torch.without_dispatch_modes(), compiler.compiling():
+        try:
+            given = [t.detach() for t in args]
+            module = graphs.make(traced, *given, dynamic=dynamic)
+        except Exception as error:
+            if not graphs.reads_values(error):
+                raise
+            raise TracingError(
+                f"functx.jit: at {line_now(error)} the function reads the "
+                f"value of a tensor in Python ({error}), which a graph can't. Compute with the "
+                "tensor (torch.where, masks), or pass the value as an argument that is no tensor."
+            ) from error
+    for node in cotangents:
+        node.args = ([],)
+    constants = _lift(module)
+    refuse_traced(constants)
+    _clean(module.graph)
+    module.graph.eliminate_dead_code(lambda node: node in cotangents or graphs.acts(node))
+    return Traced(module, module.graph, constants, cotangents)
+
+
+def _lift(module: fx.GraphModule) -> list[Tensor]:
+    """Make the constants of a graph inputs."""
+    graph, constants, made = module.graph, list[Tensor](), dict[int, fx.Node]()
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    for node in graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(node.target)(module)
+        if not isinstance(value, Tensor):
+            continue
+        if id(value) not in made:
+            with graph.inserting_before(first):
+                made[id(value)] = graph.placeholder(f"constant_{len(constants)}")
+            made[id(value)].meta = dict(node.meta)
+            constants.append(value)
+        node.replace_all_uses_with(made[id(value)])
+    return constants
+
+
+def _clean(graph: fx.Graph) -> None:
+    """Put in place of some operations what compilers know, and compute alike."""
+    for node in reversed(graph.nodes):
+        if node.target in _SAME and not any(map(_changes_layout, node.users)):
+            node.replace_all_uses_with(node.args[0])
+        elif getattr(node.target, "namespace", "") == "profiler":  # does nothing to a value
+            graph.erase_node(node)
+        elif node.target is aten._new_zeros_with_same_feature_meta.default:
+            value = node.meta["val"]
+            if 0 in value.stride():  # written next, and like an expanded tensor
+                node.target = aten.new_zeros.default
+                node.args, node.kwargs = (node.args[0], [*value.shape]), {}
+
+
+def _changes_layout(node: fx.Node) -> bool:
+    """Whether a node changes what a tensor is, in place, which its aliases do not see."""
+    return torch.Tag.inplace_view in getattr(node.target, "tags", ())
+
+
+def cut(traced: Traced, n_results: int) -> tuple[Traced, list[int], int]:
+    """Cut the backward off, so that the forward also returns what is saved, sizes last.
+
+    Returns:
+        The backward, which is given inputs of the forward, what is saved, and cotangents; the
+        numbers of these inputs; and how many sizes are saved.
+    """
+    *nodes, output = traced.graph.nodes
+    results, gradients = output.args[0][:n_results], output.args[0][n_results:]
+    start = nodes.index(traced.cotangents[0]) if traced.cotangents else len(nodes)
+    later = nodes[start:]
+    todo = [n for n in gradients if isinstance(n, fx.Node)]
+    todo += [n for node in later for n in node.all_input_nodes]
+    known, given = {*later}, dict[fx.Node, None]()
+    for node in todo:  # which grows
+        if _is_view(node) and node not in known:
+            todo += node.all_input_nodes
+        elif node not in known:
+            given[node] = None
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    reads = [i for i, n in enumerate(inputs) if n in given]
+    inner = [n for n in given if n.op != "placeholder"]
+    sizes = [n for n in inner if not isinstance(n.meta["val"], Tensor)]
+    saved = [*(n for n in inner if n not in sizes), *sizes]
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in (*(inputs[i] for i in reads), *saved, *traced.cotangents):
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copied)
+        return copies[node]
+
+    for node in later:
+        copied(node)
+    graph.output(fx.map_arg([*gradients], copied))
+    output.args = ([*results, *saved],)
+    for node in reversed(later):
+        traced.graph.erase_node(node)
+    return Traced(traced.root, graph), reads, len(sizes)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node gives memory of its operand's, and writes nothing."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.is_mutable or len(schema.returns) != 1:
+        return False
+    return schema.returns[0].alias_info is not None
+
+
+def base_of(node: fx.Node) -> fx.Node | None:
+    """What a node gives a part of, or a view, or has written."""
+    if node.target in (operator.getitem, torch.ops.aten._unsafe_view.default):
+        return node.args[0]  # type: ignore[return-value]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not any(r.alias_info is not None for r in schema.returns):
+        return None
+    return next(iter(node.all_input_nodes), None)
+
+
+def written_by(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments that a node writes to."""
+    if isinstance(node.target, _torch.OpOverload):
+        for i in operator_of(node.target).writes:
+            name = node.target._schema.arguments[i].name
+            x = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+            yield from (a for a in tree.leaves(x) if isinstance(a, fx.Node))

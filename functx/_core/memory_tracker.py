@@ -1,0 +1,323 @@
+"""Follow every storage that a program allocates, from the operation that made it to its death.
+
+``LiveStorages.live`` is at any moment the number of bytes of the storages that were created under
+the mode and still exist. Three things are seen exactly:
+
+- *births*, in a dispatch mode, which sits below autograd and functorch;
+- *deaths*, by a weak reference to the storage (not to a tensor: views share their storage and
+  outlive each other), so that a free between two operations counts at once;
+- *resizes*, by reading the size again whenever an operation touches the storage.
+
+Not seen: workspace that a kernel allocates and frees within one operation, and memory that reaches
+torch from elsewhere (a NumPy array) until something copies it.
+
+NOTE [lines of nodes]
+What the autograd engine runs has no line of its own. But nodes are numbered, in each thread, and an
+operation of the forward runs right after its node was made: so its line is known for the node.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from functx import _torch
+from functx._core import tree
+from functx._core.source_location import ModulePaths, Place, line_of, module_now, where
+from functx._torch import compiler
+
+# The node of a region; what runs in it, and not in a node that it runs, is its replay.
+REGION = "RegionNodeBackward"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What holds bytes: a storage, and the operation that made it.
+
+    Attributes:
+        operation: its name, as in ``Profile.timeline``.
+        shape: of the result, below all transforms; so ``dtype`` and ``device``.
+        nbytes: bytes that it held at the peak.
+        file: of the line outside of torch and functx that called the operation; in a backward pass
+            that of the forward operation whose derivative it is a part of, where that is known.
+        line: its number.
+        function: what the line is in.
+        module: the path of the ``nn.Module`` that was running, from the outermost.
+        phase: ``"forward"``, ``"backward"``, or ``"replay"``: of a region, in a backward pass.
+    """
+
+    operation: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    file: str
+    line: int
+    function: str
+    module: str
+    phase: str
+
+    @property
+    def place(self) -> str:
+        """``"net.py:12 in attention"``, ``"backward of net.py:12 in attention"``."""
+        of = "" if self.phase == "forward" else f"{self.phase} of "
+        return f"{of}{os.path.basename(self.file)}:{self.line} in {self.function}"
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        module = f" ({self.module})" if self.module else ""
+        return f"{self.operation}, {dtype}{list(self.shape)}, {self.place}{module}"
+
+
+def _phase() -> str:
+    """What the operation that runs now is a part of, as in `Held`."""
+    node = _torch.current_node()
+    if node is None:
+        return "forward"
+    return "replay" if type(node).__name__ == REGION else "backward"
+
+
+class Event(NamedTuple):
+    """One operation: its place in the order, its name, and the bytes live when it had run."""
+
+    position: int
+    operation: str
+    live: int
+
+
+class _Block(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to one storage, which also says what is counted for it."""
+
+    __slots__ = ("base", "counted", "key", "made")
+
+    key: int  # id of the storage, which torch keeps for the life of the storage
+    made: Held  # by the operation that made it, or met it first
+    base: int  # bytes it had before the context
+    counted: int  # bytes that are in `live` on its behalf
+
+
+class LiveStorages(_torch.TorchDispatchMode):
+    """A context that counts live bytes and operations below autograd and functorch.
+
+    A storage that existed before the context was entered is not counted, but by how much it grows
+    is. After the context, ``live`` still goes down as storages die, and nothing is added.
+
+    Args:
+        lines: whether to look for the line that makes each storage, which takes time.
+
+    Attributes:
+        live: Bytes of the storages created in the context that exist now.
+        peak: The highest ``live`` so far.
+        operations: How often each operation ran; ATen operations under their bare name
+            (``"mm"``, ``"add_"``), others with their namespace (``"prims::sum"``).
+        timeline: One `Event` an operation.
+        phases: For each event, what it is a part of, as in `Held`.
+
+    Example:
+        >>> x = torch.ones(100, dtype=torch.float64)
+        >>> with LiveStorages() as storages:
+        ...     y = x + 1
+        >>> storages.live, storages.operations["add"]
+        (800, 1)
+        >>> del y
+        >>> storages.live, storages.peak
+        (0, 800)
+    """
+
+    # A higher-order operator that asks the mode is run as it is; what it runs inside is seen.
+    supports_higher_order_operators = True
+
+    def __init__(self, lines: bool = False) -> None:
+        super().__init__()
+        compiler.load()
+        self._lines = lines
+        self.live = self.peak = 0
+        self.operations: Counter[str] = Counter()
+        self.timeline: list[Event] = []
+        self.phases: list[str] = []
+        self._modules: ModulePaths = {}
+        # Lines and modules by thread and number of a node; the first number in each thread.
+        self._sites: dict[tuple[int, int], tuple[Place, str]] = {}
+        self._thread = threading.get_ident()
+        self._first = {self._thread: _torch.next_sequence_number()}
+        self._blocks: dict[int, _Block] = {}
+        self._changes: list[tuple[int, int, Held]] = []  # after which event, bytes, of what
+        self._until_peak = 0
+        # The callback must not keep the mode alive: blocks -> callback -> mode would be a cycle.
+        me = weakref.ref(self)
+
+        def forget(block: Any) -> None:
+            if (mode := me()) is not None:
+                mode._blocks.pop(block.key, None)
+                mode._add(block.made, -block.counted)
+
+        self._forget = forget
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and meet what it is given and gives."""
+        kwargs = kwargs or {}
+        inputs = tree.parted((args, kwargs))[0]
+        if any(map(_torch.is_traceable_wrapper_subclass, inputs)):
+            return NotImplemented  # the subclass first: the mode then sees its inner tensors
+        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
+            # No layer above the mode takes composite operations apart there, so it does.
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        if self._lines:
+            self._note_nodes()
+        name = operation_name(func)
+        # `lift_fresh` hands over what torch.tensor has made without dispatching anything.
+        self._meet(inputs, name, name == "lift_fresh")
+        out = func(*args, **kwargs)
+        self._meet(tree.parted(out)[0], name, True)
+        self.operations[name] += 1
+        self.timeline.append(Event(len(self.timeline), name, self.live))
+        self.phases.append(_phase())
+        return out
+
+    def _meet(self, tensors: list[torch.Tensor], name: str, fresh: bool) -> None:
+        """Count the storages that are fresh, and what the others have grown by."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                key, nbytes = id(storage), storage.nbytes()
+                if (block := self._blocks.get(key)) is None:
+                    block = self._blocks[key] = _Block(storage, self._forget)
+                    block.key, block.made = key, self._made(tensor, name)
+                    block.base, block.counted = 0 if fresh else nbytes, 0
+                counted = max(0, nbytes - block.base)
+                self._add(block.made, counted - block.counted)
+                block.counted = counted
+
+    def _note_nodes(self) -> None:
+        """Nodes made since the last call are of the line that runs; NOTE [lines of nodes]."""
+        thread, number, site = threading.get_ident(), _torch.next_sequence_number(), None
+        for node in range(number - 1, self._first.setdefault(thread, number) - 1, -1):
+            if (thread, node) in self._sites:
+                break
+            site = self._sites[thread, node] = site or self._site()
+
+    def _site(self) -> tuple[Place, str]:
+        return where(), module_now(self._modules)
+
+    def _made(self, tensor: torch.Tensor, operation: str) -> Held:
+        node, site = _torch.current_node(), None
+        if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
+            # Of a replay on this thread, or of the forward.
+            number = _torch.sequence_number(node)
+            threads = threading.get_ident(), self._thread
+            site = next(filter(None, (self._sites.get((t, number)) for t in threads)), None)
+        what = operation, tuple(tensor.shape), tensor.dtype, tensor.device, 0
+        if not self._lines:
+            return Held(*what, "", 0, "", "", "")
+        place, module = site or self._site()
+        return Held(*what, *line_of(place), module, _phase())
+
+    def _add(self, made: Held, nbytes: int) -> None:
+        if nbytes:
+            self.live += nbytes
+            self._changes.append((len(self.timeline), nbytes, made))
+            if self.live > self.peak:
+                self.peak, self._until_peak = self.live, len(self._changes)
+
+    def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes counted for the storages that ``tensors`` use, each storage once."""
+        keys = {id(storage) for tensor in tensors for storage in storages_of(tensor)}
+        return sum(self._blocks[key].counted for key in keys & self._blocks.keys())
+
+    def first_use(self, storage: torch.UntypedStorage) -> tuple[Held | None, bool]:
+        """What made a storage, or met it first; and whether it was made in the context."""
+        block = self._blocks.get(id(storage))
+        return (None, False) if block is None else (block.made, block.base == 0)
+
+    def at_the_peak(self) -> list[Held]:
+        """What was live at the peak, largest first."""
+        made, live = dict[int, Held](), Counter[int]()
+        for _, nbytes, one in self._changes[: self._until_peak]:
+            made[id(one)] = one
+            live[id(one)] += nbytes
+        return [replace(made[key], nbytes=n) for key, n in live.most_common() if n > 0]
+
+    def history(self) -> list[tuple[int, int, str]]:
+        """Every change: after how many operations, by how many bytes, and whose they are."""
+        return [(at, nbytes, made.place) for at, nbytes, made in self._changes]
+
+
+class Allocations(LiveStorages):
+    """What torch's allocator hands out on CPU, in place of storages: for compiled code.
+
+    Workspace that a kernel allocates counts. The timeline has one `Event` an allocation, and is
+    there when the context is left; what made the bytes is not known.
+    """
+
+    def __enter__(self) -> Allocations:
+        compiler.begin_allocations()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for nbytes in compiler.end_allocations():
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            name = "allocation" if nbytes > 0 else "release"
+            self.timeline.append(Event(len(self.timeline), name, self.live))
+
+    def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of the storages that ``tensors`` use, each storage once."""
+        return sum({id(s): s.nbytes() for t in tensors for s in storages_of(t)}.values())
+
+
+def operation_name(func: Any) -> str:
+    """``"mm"`` for ``aten.mm.default``; outside ATen the namespace stays: ``"prims::sum"``."""
+    name: str = func.name()
+    return name.partition(".")[0].removeprefix("aten::")
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages behind a tensor: several for some kinds, none for those without memory."""
+    layout = tensor.layout
+    parts: list[torch.Tensor] = []  # that hold the numbers of a tensor which is a wrapper of them
+    if _torch.is_traceable_wrapper_subclass(tensor):
+        # (Since torch 2.13 a DTensor names its mesh there, too.)
+        named = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        parts = [part for part in named if isinstance(part, torch.Tensor)]
+    elif _torch.is_wrapped(tensor):
+        parts = [_torch.inner_of(tensor)]
+    elif layout == torch.sparse_coo:
+        parts = _torch.sparse_coo_parts(tensor)
+    elif layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    elif layout == torch.strided:
+        storage = tensor.untyped_storage()
+        # (Of a FakeTensor, in a trace, it is as large as the memory that it stands for.)
+        if storage.device.type != "meta" or isinstance(tensor, _torch.FakeTensor):
+            yield storage
+    for part in parts:
+        yield from storages_of(part)
+
+
+def cuda_devices() -> range:
+    """The devices of CUDA, where it is used."""
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the collector of cycles from making a peak depend on when it last ran."""
+    restore = gc.enable if gc.isenabled() else gc.disable
+    gc.disable()
+    try:
+        yield
+    finally:
+        restore()

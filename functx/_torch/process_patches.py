@@ -1,0 +1,102 @@
+"""Everything that functx changes in torch or transformers for the whole process.
+
+There are two such changes, both listed with their tests on the page ``docs/process_patches.md``:
+
+- `applying`: while a function is traced for JAX, attribute lookups on custom autograd Functions go
+  through functx. No public interface sees ``Function.apply``: it passes through no mode, and user
+  code may have bound it to a name long before.
+- `use_mapped_masks`: the question "is this being traced?" in the mask functions of transformers is
+  also answered with yes for masks that ``vmap`` maps. The function has no hook or setting for it.
+
+`functx.patch_checkpoint` is not listed here: users ask for it, and it ends with its context.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from functx._torch import fwd_grad_mode
+
+
+def plain_apply(cls: Any) -> Callable[..., Any]:
+    """``cls.apply`` below what intercepts it."""
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        _application.ours = True
+        try:
+            return super(_Base, cls).apply(*args, **kwargs)
+        finally:
+            _application.ours = False
+
+    return apply
+
+
+_Base: Any = torch.autograd.function._SingleLevelFunction
+_Meta: Any = type(_Base)
+_applying: list[None] = []  # as many as there are `applying`, in all threads
+_counting = threading.Lock()
+
+
+class _Application(threading.local):
+    """The ``apply`` of this thread that is reading attributes of its class."""
+
+    hook: Callable[..., Any] | None = None
+    ours = False  # it is that of `plain_apply`
+    grad: bool | None = None  # the mode it was called in; None for one of ours
+
+
+_application = _Application()
+
+
+def _read(cls: Any, name: str) -> Any:
+    """An attribute of a Function: its C++ reads ``_backward_cls`` first, ``forward`` last."""
+    found, hook = type.__getattribute__(cls, name), _application.hook
+    if name == "_backward_cls":
+        _application.grad = None if _application.ours else torch.is_grad_enabled()
+        _application.ours = False
+    if name != "forward" or hook is None or _application.grad is None:
+        return found
+    grad, _application.grad = _application.grad, None
+    own = int(cls.setup_context is _Base.setup_context)  # whether a context comes first
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        run = torch.no_grad()(partial(found, *args[:own], **kwargs))
+        with torch.set_grad_enabled(grad), fwd_grad_mode(True):
+            return hook(cls, partial(_with_views, run), args[own:])
+
+    return forward
+
+
+def _with_views(run: Callable[..., Any], *args: Any) -> Any:
+    """Run a forward; tensors that it hands back are views, as ``apply`` makes them."""
+    given = {id(a) for a in args if isinstance(a, torch.Tensor)}
+    out = run(*args)
+    views = [o.view_as(o) if id(o) in given else o for o in (out if type(out) is tuple else (out,))]
+    return tuple(views) if type(out) is tuple else views[0]
+
+
+@contextmanager
+def applying(hook: Callable[..., Any]) -> Iterator[None]:
+    """Let ``hook(cls, forward, args)`` stand for the forward of custom Functions of this thread.
+
+    ``Function.apply`` passes through no mode, and may lie in a variable of the user's; what it
+    reads of its class is watched for as long.
+    """
+    before, _application.hook = _application.hook, hook
+    with _counting:
+        _applying.append(None)
+        _Meta.__getattribute__ = _read
+    try:
+        yield
+    finally:
+        _application.hook = before
+        with _counting:
+            _applying.pop()
+            if not _applying:
+                del _Meta.__getattribute__

@@ -1,0 +1,228 @@
+"""Derivatives as :mod:`torch.func` has them, with a lean reverse mode: gradients, vjp, jvp.
+
+Signatures and results are torch's; the peak memory is that of ``torch.autograd.grad`` (NOTE [lean]
+in ``_reverse_mode.py``). JAX arrays are transformed by JAX (NOTE [whose arrays] in ``_arrays.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from functx import _torch
+from functx._core import Argnums, by_arguments, by_primals, norm_derivatives, told, tree, validate
+from functx._remat import made_inside, sharding, taken_in
+from functx._transforms.reverse_mode import record, ways_out
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@by_arguments
+@told
+def grad(func: Callable[P, Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[P, Any]:
+    """The gradient of a scalar function.
+
+    As :func:`torch.func.grad`, at about a third of its peak memory.
+
+    Args:
+        func: Takes pytrees of anything, and returns a tensor of shape ``()`` (with ``has_aux``,
+            a pair of that and a pytree).
+        argnums: Which positional arguments to differentiate; every leaf in them must be a floating
+            point or complex tensor.
+        has_aux: Whether ``func`` returns ``(value, aux)``.
+
+    Returns:
+        A function of the same arguments that returns the gradient, a pytree like the argument, with
+        the shapes and dtypes of its leaves; a tuple of them if ``argnums`` is a tuple; with
+        ``has_aux``, the pair of that and ``aux``.
+
+    Raises:
+        TypeError: ``func`` can't be called.
+        RuntimeError: ``argnums`` is not an int or tuple of different ints, or, at the call, out of
+            range; ``func`` does not return a scalar, or a pair with ``has_aux``; it uses
+            saved-tensor hooks, as ``torch.utils.checkpoint`` does.
+        ValueError, RuntimeError: At the call (one error that is both): a leaf to differentiate is
+            not a tensor, or one of integers.
+
+    Example:
+        >>> import torch, functx
+        >>> functx.grad(lambda x: (x**3).sum())(torch.tensor([1.0, 2.0]))
+        tensor([ 3., 12.])
+        >>> functx.vmap(functx.grad(torch.sin))(torch.zeros(3))  # per-example gradients
+        tensor([1., 1., 1.])
+    """
+    arranged = (lambda out, grads: (grads, out[1])) if has_aux else (lambda out, grads: grads)
+    return _of_scalar(func, argnums, has_aux, "grad", arranged)
+
+
+@by_arguments
+@told
+def grad_and_value(
+    func: Callable[P, R], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[P, tuple[Any, R]]:
+    """The gradient of a scalar function and its value, in torch's order.
+
+    Arguments and errors are those of :func:`functx.grad`.
+
+    Returns:
+        A function that returns ``(gradient, value)``, with ``has_aux`` ``(gradient, (value, aux))``
+
+    Example:
+        >>> import torch, functx
+        >>> functx.grad_and_value(torch.exp)(torch.tensor(0.0))
+        (tensor(1.), tensor(1.))
+    """
+    return _of_scalar(func, argnums, has_aux, "grad_and_value", lambda out, grads: (grads, out))
+
+
+@by_arguments
+@told
+def value_and_grad(
+    func: Callable[P, R], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[P, tuple[R, Any]]:
+    """The value of a scalar function and its gradient, in JAX's order.
+
+    Arguments and errors are those of :func:`functx.grad`.
+
+    Returns:
+        A function that returns ``(value, gradient)``, with ``has_aux`` ``((value, aux), gradient)``
+
+    Example:
+        >>> import torch, functx
+        >>> loss = lambda w, x: ((w * x).sum(), {"scaled": w * x})
+        >>> (value, aux), gradient = functx.value_and_grad(loss, has_aux=True)(
+        ...     torch.tensor(2.0), torch.tensor([1.0, 3.0])
+        ... )
+        >>> value, aux, gradient
+        (tensor(8.), {'scaled': tensor([2., 6.])}, tensor(4.))
+    """
+    return _of_scalar(func, argnums, has_aux, "value_and_grad", lambda *both: both)
+
+
+def _of_scalar(
+    func: Callable[..., Any], argnums: Argnums, has_aux: bool, name: str, arranged: Any
+) -> Any:
+    """A function that returns what ``func`` does and its gradient, as ``arranged``."""
+    validate.check_argnums(argnums, name)
+    api = f"{name}(f)(*args)"
+    check = functools.partial(validate.check_scalar, api=api)
+
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        value, aux, pullback = record(
+            func, args, kwargs, argnums, has_aux=has_aux, check_output=check, api=api, once=True
+        )
+        gradient = pullback(torch.ones_like(value), retain_graph=False)
+        return arranged((value, aux) if has_aux else value, gradient)
+
+    return told(transformed, like=func)
+
+
+@by_primals
+@told
+def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """The output of a function, and its pullback: :func:`torch.func.vjp`.
+
+    Args:
+        func: Takes ``primals``, and returns a pytree of floating point or complex tensors (with
+            ``has_aux``, a pair of that and a pytree).
+        *primals: Pytrees of floating point or complex tensors.
+        has_aux: Whether ``func`` returns ``(output, aux)``.
+
+    Returns:
+        ``(output, vjp_fn)``, or ``(output, vjp_fn, aux)`` with ``has_aux``.
+        ``vjp_fn(cotangents, retain_graph=True, create_graph=None)`` takes a pytree like the output
+        and returns a tuple of pytrees like the primals. Its last call should pass
+        ``retain_graph=False``: the peak is then that of one backward pass.
+
+    Raises:
+        TypeError: ``func`` can't be called.
+        ValueError, RuntimeError: As :func:`functx.grad`, of a leaf of ``primals``.
+        RuntimeError: An output is not a tensor, or one of integers, or there is none; ``has_aux``
+            and no pair returned; ``func`` uses saved-tensor hooks.
+
+    Example:
+        >>> import torch, functx
+        >>> output, vjp_fn = functx.vjp(torch.mul, torch.tensor(2.0), torch.tensor(3.0))
+        >>> output, vjp_fn(torch.tensor(1.0), retain_graph=False)
+        (tensor(6.), (tensor(3.), tensor(2.)))
+    """
+    at = tuple(range(len(primals)))
+    output, aux, pullback = record(func, primals, {}, at, has_aux=has_aux, api="vjp(f, *primals)")
+    return (output, pullback, aux) if has_aux else (output, pullback)
+
+
+@by_primals
+def jvp(
+    func: Callable[..., Any],
+    primals: Any,
+    tangents: Any,
+    *,
+    strict: bool = False,
+    has_aux: bool = False,
+) -> Any:
+    """The output of a function, and its Jacobian-vector product: :func:`torch.func.jvp`."""
+    of_torch = functools.partial(torch.func.jvp, func, strict=strict, has_aux=has_aux)
+    if torch.compiler.is_dynamo_compiling():
+        return of_torch(primals, tangents)
+    validate.check_inputs((primals,), (0,), "jvp(f, primals, tangents)")
+    sharding.check_forward_mode((primals, tangents), "jvp(f, primals, tangents)")
+    primals, tangents = taken_in("jvp", (primals, tangents))
+    watch = sharding.watching("jvp(f, primals, tangents)")
+    with ways_out(), norm_derivatives.around(primals), _torch.RequiresGradAllowed(), watch:
+        return made_inside(of_torch(primals, tangents))
+
+
+@by_primals
+@told
+def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R]]:
+    """The value of a function, and its Jacobian-vector product at that point, for many tangents.
+
+    As :func:`torch.func.linearize`, but it runs ``func`` once, traces nothing, and keeps between
+    calls what a pullback keeps: of a `functx.remat` region, its inputs. The linear function is the
+    transpose of the pullback, so each call costs a pullback and its derivative.
+
+    Args:
+        func: Takes and returns pytrees of tensors.
+        *primals: Its arguments; all leaves are floating point or complex tensors.
+
+    Returns:
+        The value of ``func`` at ``primals``, and a function of tangents, pytrees like ``primals``,
+        that returns a pytree like the value: the derivative of each leaf, zeros for tensors of
+        integers. It raises a ``RuntimeError`` where tangents do not fit ``primals``.
+
+    Example:
+        >>> import torch, functx
+        >>> value, linear = functx.linearize(torch.sin, torch.zeros(3))
+        >>> linear(torch.ones(3))
+        tensor([1., 1., 1.])
+
+    Source:
+        Townsend, *A new trick for calculating Jacobian vector products*, 2017: the transpose of a
+        transpose is the map itself.
+    """
+    parted = functools.partial(tree.parted, belongs=validate.has_derivatives)
+    values, pullback, others = vjp(lambda *args: parted(func(*args)), *primals, has_aux=True)
+    constants = tree.map_(
+        lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, others
+    )
+    layouts = [(value.shape, value.dtype, value.device) for value in values]
+
+    def linear(*tangents: Any) -> Any:
+        """The derivative of the function along tangents."""
+        (given, spec), (wanted, expected) = tree.flatten(tangents), tree.flatten(primals)
+        if spec != expected:
+            said = f"Expected the tangents {spec} to have the same argspec as the primals"
+            raise RuntimeError(f"linearize: {said} {expected}")
+        for what in ("shape", "dtype", "device"):
+            if [getattr(t, what, None) for t in given] != [getattr(p, what) for p in wanted]:
+                said = f"a tangent in flattened pytree doesn't match the {what}"
+                raise RuntimeError(f"linearize: {said} of the corresponding primal")
+        # What maps cotangents to gradients is linear: zeros are as good a point as any.
+        zeros = [torch.zeros(shape, dtype=dtype, device=on) for shape, dtype, on in layouts]
+        return tree.joined(vjp(pullback, zeros)[1](tangents)[0], constants)
+
+    return tree.joined(values, others), linear

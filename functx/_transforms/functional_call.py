@@ -1,0 +1,241 @@
+"""`functional_call`: a module is called with other parameters and buffers, and is left as it was.
+
+NOTE [slots]
+A tensor of a module lies in a *slot*. A slot has two names where the module that it belongs to is
+registered twice: ``self.a = layer; self.blocks = nn.ModuleList([self.a])``. torch's own
+``functional_call`` swaps name by name, and puts back in the same order. The original that it notes
+for the second name is the replacement that it has set by the first one, and this replacement stays
+in the module: it is not a ``Parameter``, so the module silently stops training. Here all slots are
+found before anything is set, each is set once, and each gets back exactly the object that it held,
+whatever ends the call.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from functx._remat import refuse_sharded
+from functx._torch import slots
+from functx._torch.slots import MISSING, Slot
+
+_NAME = "functx.functional_call"
+
+
+def functional_call(
+    module: nn.Module,
+    parameter_and_buffer_dicts: dict[str, Tensor] | Sequence[dict[str, Tensor]],
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    tie_weights: bool = True,
+    strict: bool = False,
+) -> Any:
+    """Call a module with other parameters and buffers: :func:`torch.func.functional_call`.
+
+    Afterwards every parameter, buffer and attribute of the module is the object that it was before,
+    also if the call raises or is interrupted, and also where torch leaves a replacement behind: in
+    a module that has one submodule under two names.
+
+    Args:
+        module: The module to call.
+        parameter_and_buffer_dicts: Tensors by name, in a dict, or in several dicts that have no
+            name in common. What the module does not find here, it takes from itself. A buffer that
+            the module replaces during the call is written back to the dict, if it is one dict.
+        args: The positional arguments, a tuple. Anything else is the only argument.
+        kwargs: The keyword arguments.
+        tie_weights: Whether one value is enough for a tensor that the module has under several
+            names. With ``False`` each name counts for itself; of two names of one slot (a submodule
+            that is registered twice) the one that comes last in the dict counts.
+        strict: Whether to refuse missing and unexpected names.
+
+    Returns:
+        What the module returns.
+
+    Raises:
+        TypeError: ``module`` is not an ``nn.Module``, or a value is not a tensor.
+        ValueError: Two dicts have a name in common; tied names have different values; or a name is
+            that of a parametrized tensor, and not of what the parametrization is applied to.
+        RuntimeError: With ``strict``, names are missing or unexpected; the module is one of
+            TorchScript or ``nn.DataParallel``.
+        AttributeError: A name leads through a submodule that does not exist.
+
+    Example:
+        >>> import torch, functx
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> functx.functional_call(layer, {"weight": torch.ones(1, 2)}, torch.ones(2))
+        tensor([2.])
+        >>> type(layer.weight).__name__
+        'Parameter'
+    """
+    given = _merged(parameter_and_buffer_dicts)
+    _check(module, given)
+    refuse_sharded(module, _NAME, [*given])
+    values = _with_tied_names(module, given, tie_weights, strict)
+    found = _slots(module, values)
+    # By slot, so that each is set, and put back, once; see NOTE [slots].
+    chosen = {slot.key: (slot, values[name]) for name, slot in found.items()}
+    before = [(slot, _original(slot)) for slot, _ in chosen.values()]
+    recurrent = slots.recurrent_states(slot.owner for slot, _ in before)
+    if args is None:
+        args = ()
+    elif not isinstance(args, tuple):
+        args = (args,)
+    try:
+        for slot, value in chosen.values():
+            slot.put(value)
+        return module(*args, **(kwargs or {}))
+    finally:
+        try:
+            _write_back(given, found)
+            _put_back(before, recurrent)
+        except BaseException:  # a second interrupt
+            _put_back(before, recurrent)
+            raise
+
+
+def _merged(dicts: Any) -> dict[str, Tensor]:
+    """One dict: the one that was given, or what several that were given have together."""
+    if isinstance(dicts, dict):
+        return dicts
+    if not isinstance(dicts, Sequence):
+        raise ValueError(
+            "Expected parameter_and_buffer_dicts to be a dict, or a list/tuple of dicts, but got "
+            f"{type(dicts)}"
+        )
+    if not all(isinstance(d, dict) for d in dicts):
+        raise ValueError("Expected all elements of parameter_and_buffer_dicts to be dictionaries")
+    merged: dict[str, Tensor] = {}
+    repeated: list[str] = []
+    for one in dicts:
+        repeated += [name for name in one if name in merged]
+        merged.update(one)
+    if repeated:
+        raise ValueError(
+            f"{repeated} appeared in multiple dictionaries; behavior of functional call is "
+            "ambiguous"
+        )
+    return merged
+
+
+def _check(module: Any, given: dict[str, Tensor]) -> None:
+    """Raises for a module that can't be called with other parameters, and for wrong values."""
+    if torch.jit.is_tracing() or isinstance(module, slots.ScriptModules):
+        raise RuntimeError("The stateless API can't be used with Jitted modules")
+    if isinstance(module, nn.DataParallel):
+        raise RuntimeError("The stateless API can't be used with nn.DataParallel module")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{_NAME}: expected an nn.Module, got {type(module).__name__}")
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(
+                f"{_NAME}: the value of {name!r} is a {type(value).__name__}, which is not an "
+                "instance of torch.Tensor"
+            )
+
+
+def _with_tied_names(
+    module: nn.Module, given: dict[str, Tensor], tie_weights: bool, strict: bool
+) -> dict[str, Tensor]:
+    """The values by name, also for names that are tied to one that is given."""
+    values = dict(given)
+    if not (tie_weights or strict):
+        return values
+    of_tensor: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in slots.named_tensors(module):
+        of_tensor[id(tensor)].append(name)
+    if tie_weights:
+        for names in of_tensor.values():
+            if len(names) == 1:
+                continue
+            chosen = [name for name in names if name in given]
+            if len({id(given[name]) for name in chosen}) > 1:
+                raise ValueError(
+                    f"functional_call got multiple values for keys {sorted(chosen)}, which are "
+                    "tied. Pass one of them, or the same tensor for all of them. Consider using "
+                    "tie_weights=False if these are different parameters that only share their "
+                    "values"
+                )
+            if chosen:
+                values |= dict.fromkeys(names, given[chosen[0]])
+    if strict:
+        known = {name for names in of_tensor.values() for name in names}
+        unexpected, missing = sorted(values.keys() - known), sorted(known - values.keys())
+        wrong = {"Unexpected": unexpected, "Missing": missing}
+        said = [f"{what} key(s): {', '.join(map(repr, ks))}." for what, ks in wrong.items() if ks]
+        if said:
+            raise RuntimeError(
+                f"Error(s) in reparametrizing for {type(module).__name__}:\n\t" + "\n\t".join(said)
+            )
+    return values
+
+
+def _slots(module: nn.Module, names: Iterable[str]) -> dict[str, Slot]:
+    """The slot that each name means, by attributes from the module on."""
+    owners: dict[str, Any] = {"": module}
+    found: dict[str, Slot] = {}
+    for path in names:
+        way, _, name = path.rpartition(".")
+        if not name:
+            raise KeyError(f'{_NAME}: tensor name can\'t be empty string "", got {path!r}')
+        owner = owners[way] if way in owners else _submodule(owners, way)
+        slot = found[path] = Slot(owner, name)
+        if slot.store is None and is_parametrized(slot.owner, name):
+            inner = f"{way}." * bool(way) + f"parametrizations.{name}.original"
+            originals = [n for n, _ in slots.named_tensors(module) if n.startswith(inner)]
+            raise ValueError(
+                f"{_NAME}: {path!r} is computed by a parametrization, and to replace it would "
+                f"write into what it is computed from. Replace that: {', '.join(originals)}. Or "
+                "remove the parametrization: torch.nn.utils.parametrize.remove_parametrizations"
+            )
+    return found
+
+
+def _submodule(known: dict[str, Any], path: str) -> nn.Module:
+    """The module that a path leads to by attributes; ``known`` is kept, and has the root."""
+    way, _, part = path.rpartition(".")
+    outer = known[way] if way in known else _submodule(known, way)
+    owner = getattr(outer, part, MISSING)
+    if owner is MISSING:
+        raise AttributeError(
+            f"{_NAME}: {path!r} leads nowhere: {type(outer).__name__} has no attribute `{part}`"
+        )
+    if not isinstance(owner, nn.Module):
+        raise TypeError(
+            f"{_NAME}: {path!r} leads nowhere: {part!r} is a {type(owner).__name__}, which is not "
+            "an instance of torch.nn.Module"
+        )
+    known[path] = owner
+    return owner
+
+
+def _original(slot: Slot) -> Any:
+    """What a slot holds before the call."""
+    value = slot.read()
+    if value is MISSING or value is None or isinstance(value, Tensor):
+        return value
+    raise TypeError(
+        f"{_NAME}: attribute `{slot.name}` of {type(slot.owner).__name__} is a "
+        f"{type(value).__name__}, which is not an instance of torch.Tensor"
+    )
+
+
+def _write_back(given: dict[str, Tensor], found: dict[str, Slot]) -> None:
+    """Tell the caller's dict of what the module has put in the place of what it was given."""
+    for name, before in given.items():
+        now = found[name].read()
+        if now is not before and now is not MISSING:
+            given[name] = now
+
+
+def _put_back(before: list[tuple[Slot, Any]], recurrent: list[tuple[Any, Any]]) -> None:
+    """Give every slot the object that it held."""
+    for slot, value in before:
+        slot.put(value)
+    for owner, state in recurrent:
+        vars(owner).update(state)

@@ -1,1 +1,0 @@
-"""Every operator of torch's own database behind remat."""

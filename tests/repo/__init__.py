@@ -1,0 +1,1 @@
+"""The rules of the repository itself, its pages and its programs."""

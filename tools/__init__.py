@@ -1,0 +1,1 @@
+"""Long searches for mistakes: random programs, operators, models. `make sweep` runs them."""

@@ -1,0 +1,1 @@
+"""Every operator of torch's own database: behind remat, and in JAX."""
