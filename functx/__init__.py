@@ -44,12 +44,12 @@ from torch.func import replace_all_batch_norm_modules_ as replace_all_batch_norm
 from torch.func import stack_module_state as stack_module_state
 
 from functx import checkpoint_policies as checkpoint_policies
+from functx import graph as graph
 from functx import memory as memory
 from functx import per_sample as per_sample
 from functx._budget import Plan as Plan
 from functx._budget import plan as plan
 from functx._compile import jit as jit
-from functx._compile import joint_graph as graph
 from functx._core import RematError as RematError
 from functx._core import ReplayError as ReplayError
 from functx._core import TracingError as TracingError

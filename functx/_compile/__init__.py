@@ -6,7 +6,6 @@ Autograd and the transforms around it see one operation, whose gradients are com
 (`operation`). `joint_graph` puts recompute into graphs that others have traced.
 """
 
-from functx._compile import joint_graph as joint_graph
 from functx._compile.backends import noticed as noticed
 from functx._compile.intact import refused_by_torch as refused_by_torch
 from functx._compile.jit import is_compiled as is_compiled

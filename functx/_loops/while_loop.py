@@ -17,7 +17,7 @@ from torch import Tensor
 from functx import _torch
 from functx._core import describe, tree
 from functx._remat import Options, run
-from functx._transforms import is_mapped
+from functx._torch.process_patches import is_mapped
 
 Body = Callable[[Any], Any]
 Cond = Callable[[Any], Any]

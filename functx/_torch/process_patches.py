@@ -13,6 +13,7 @@ There are two such changes, both listed with their tests on the page ``docs/proc
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from functx._torch import fwd_grad_mode
+from functx._torch import fwd_grad_mode, inner_of, is_batched, is_wrapped
 
 
 def plain_apply(cls: Any) -> Callable[..., Any]:
@@ -100,3 +101,29 @@ def applying(hook: Callable[..., Any]) -> Iterator[None]:
             _applying.pop()
             if not _applying:
                 del _Meta.__getattribute__
+
+
+def is_mapped(value: Any) -> bool:
+    """Whether ``vmap`` maps a tensor, at any level: its examples have values of their own."""
+    while isinstance(value, torch.Tensor) and is_wrapped(value):
+        if is_batched(value):
+            return True
+        value = inner_of(value)
+    return False
+
+
+def use_mapped_masks() -> None:
+    """Let Hugging Face transformers, if it is loaded, use a padding mask that ``vmap`` maps.
+
+    Its models ask whether a mask masks anything, and leave the mask out if not. That question has
+    no answer for a mapped mask. The models do not ask it while a graph is traced, so a mapped mask
+    is reported as traced.
+    """
+    module: Any = sys.modules.get("transformers.masking_utils")
+    before = getattr(module, "is_tracing", None)
+    if before is not None and before.__module__ != __name__:
+
+        def is_tracing(tensor: Any = None) -> bool:
+            return bool(before(tensor)) or is_mapped(tensor)
+
+        module.is_tracing = is_tracing

@@ -20,6 +20,4 @@ from functx._transforms.jacobians import jacfwd as jacfwd
 from functx._transforms.jacobians import jacrev as jacrev
 from functx._transforms.reverse_mode import Pullback as Pullback
 from functx._transforms.reverse_mode import record as record
-from functx._transforms.vmap import is_mapped as is_mapped
-from functx._transforms.vmap import use_mapped_masks as use_mapped_masks
 from functx._transforms.vmap import vmap as vmap

@@ -19,7 +19,7 @@ import torch
 
 from functx import _torch
 from functx._core import attributes, contents, describe, is_of, tree
-from functx._transforms import use_mapped_masks
+from functx._torch.process_patches import use_mapped_masks
 from functx.per_sample._carried_state import CarriedState
 from functx.per_sample._embeddings import PlainEmbeddings, needs_plain_embeddings
 
