@@ -42,12 +42,13 @@ bench: $(VENV)/privacy  ## run the demo and every bench, and write their figures
 
 # A checker can't follow the mapping of compat/ to functx.compat, so it reads an installed wheel;
 # its messages are turned back to the paths of this tree.
-lint: $(VENV)/linters  ## ruff, formatting, and types of the wheel that users install
+lint: $(VENV)/linters  ## ruff, formatting, layers, and types of the wheel that users install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	rm -rf build
 	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
 	$(PIP) install --no-deps --target build/lint build/wheel/*.whl
+	cd build/lint && PYTHONPATH=. ../../$(VENV)/bin/lint-imports ../../pyproject.toml
 	cd build/lint && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml \
 	  --cache-dir ../../.mypy_cache --python-executable ../../$(PY) ../../tests/repo/signatures.py
 	cd build/lint && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml \

@@ -1,7 +1,7 @@
 """Peak bytes, timelines and operation counts of a call: exact, and the same at every run.
 
-On CPU the bytes are those of the storages that the call creates (``functx/_storages.py`` says how
-they are followed, and what can't be seen). On CUDA the peak is the allocator's, from
+On CPU the bytes are those of the storages that the call creates (`functx._core.memory_tracker` says
+how they are followed, and what can't be seen). On CUDA the peak is the allocator's, from
 :func:`torch.cuda.max_memory_allocated`. If the call runs compiled code (of `functx.jit` or
 ``torch.compile``: itself, or what its closures, globals and arguments reach), the bytes are those
 that torch's allocator hands out. Call it once before, since the first call also compiles.

@@ -2,7 +2,7 @@
 
 An option that has no meaning there raises and says what to use instead; those that only concern
 when torch frees memory are accepted, since JAX decides that by itself. Reached through
-``functx._arrays``.
+`functx._core.backend_dispatch`.
 
 NOTE [names in JAX]
 A name is an operation of its own in JAX, an identity; a policy is asked about each operation

@@ -1,8 +1,8 @@
 """What a function's trace depends on besides its arguments: what it reads, and torch's settings.
 
 Invariant: two calls with equal environments would trace to the same graph, as far as can be seen
-from outside the function (`functx._jit.state`).  Values of tensors are not part of it, only which
-they are: they are read again at every call.
+from outside the function (`functx._compile.state`).  Values of tensors are not part of it, only
+which they are: they are read again at every call.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Plans: what to recompute so that a pullback fits in a budget, chosen by measuring and solving.
 
-The blocks of a chain are measured (`_costs`), all useful ways to cut it into regions are found
-(`_chain`), and the one with the least recompute is taken whose *measured* peak is within the
+The blocks of a chain are measured (`block_costs`), all useful ways to cut it into regions are found
+(`solver`), and the one with the least recompute is taken whose *measured* peak is within the
 budget: the model of memory only orders the candidates. A function is run as a chain of its
-operations (`_recording`).
+operations (`op_trace`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Loops that keep a few of their states.
 
-Nothing here knows about derivatives: a loop is cut into a tree of regions (`_schedules`), and the
+Nothing here knows about derivatives: a loop is cut into a tree of regions (`binomial`), and the
 recompute engine does the rest. So a loop composes with every transform as any region does, what
 its body closes over gets gradients, and random numbers are replayed.
 """

@@ -59,7 +59,7 @@ def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any])
     """What runs a graph, compiled with these options and torch's own for the rest.
 
     `torch.compile` would trace the graph again, and guard it at each call. Loops are fused within
-    a stage of the graph, which nodes have noted (NOTE [stages] of `functx._jit.backends`).
+    a stage of the graph, which nodes have noted (NOTE [stages] of `functx._compile.backends`).
     """
     choices: Any = importlib.import_module("torch._inductor.choices").InductorChoices
 

@@ -1,7 +1,8 @@
 """Derivatives as :mod:`torch.func` has them, with a lean reverse mode: gradients, vjp, jvp.
 
 Signatures and results are torch's; the peak memory is that of ``torch.autograd.grad`` (NOTE [lean]
-in ``_reverse_mode.py``). JAX arrays are transformed by JAX (NOTE [whose arrays] in ``_arrays.py``).
+in `reverse_mode`). JAX arrays are transformed by JAX (NOTE [whose arrays] in
+`functx._core.backend_dispatch`).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from functx._core import (
 from functx._remat import made_inside, sharding, taken_in
 from functx._torch import compiler, gradient_edge
 
-# Whether `_patch` is in place, so that errors must not advise it.
+# Whether `functx._models.patch` is in place, so that errors must not advise it.
 checkpoint_is_patched = False
 
 _NO_HOOKS = (

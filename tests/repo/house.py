@@ -2,7 +2,7 @@
 
 import ast
 import functools
-import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -86,82 +86,35 @@ def own_names(source):
     return {name for name in names if name and name.startswith("_")}
 
 
-# Wings: the modules in each, and the lines that it may have at most.
-WINGS = {
-    "engine": (("functx._remat",), 9_000),
-    "transforms": (
-        (
-            *("functx._transforms", "functx._jacobians", "functx._vmap", "functx._reverse_mode"),
-            *("functx._dead_wrappers", "functx._arrays", "functx._tree", "functx._validate"),
-            *("functx._errors", "functx._lines", "functx._functional_call", "functx._objects"),
-            "functx",
-        ),
-        9_000,
-    ),
-    "normalisations": (("functx._norms",), 150),
-    "policies": (
-        (
-            *("functx._save_policies", "functx._aten", "functx.checkpoint_policies"),
-            *("functx._offload", "functx._names"),
-        ),
-        600,
-    ),
-    "insight": (
-        (
-            *("functx._residuals", "functx.memory", "functx._storages", "functx._tensor_names"),
-            "functx._pictures",
-        ),
-        1_020,
-    ),
-    "whole models": (
-        (
-            *("functx._plan", "functx._chain", "functx._costs", "functx._recording"),
-            *("functx._apply", "functx._submodules", "functx._patch", "functx._checkpoint"),
-            "functx._distributed",
-        ),
-        1_900,
-    ),
-    "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
-    "per_sample": (("functx.per_sample",), 9_000),
-    "jit, graph": (("functx._jit", "functx.graph"), 9_000),
-    "private torch": (("functx._torch",), 9_000),
-    "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_360),
-    "compat": (("functx.compat",), 11_010),
-}
+def layers():
+    """The folders of `functx`, from the lowest, as import-linter checks them in ``make lint``."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    found = [names.split(" : ") for names in config["contracts"][0]["layers"]]
+    return [name for names in reversed(found) for name in names]
 
 
-def wing_of(module):
-    """The wing of a module: that which names it, or else a package around it."""
-    while module:
-        for wing, (modules, _) in WINGS.items():
-            if module in modules:
-                return wing
-        module = module.rpartition(".")[0]
-    raise LookupError(module)
-
-
-def lines(wing):
-    return sum(
-        len(path.read_text().splitlines())
-        for module, path in sources().items()
-        if wing_of(module) == wing
-    )
+def folder_of(module):
+    """The layer that a module is in, of a dotted name such as ``functx._remat.node``."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "functx" and len(parts) > 1 else ""
 
 
 def picture():
-    """Which wing imports which, as a diagram in mermaid."""
-    known = sources()
+    """Which folder imports which, as a diagram in mermaid."""
+    known = layers()
     edges = {
-        (wing_of(module), wing_of(name if name in known else name.rpartition(".")[0]))
-        for module, path in known.items()
-        if module != "functx"  # which imports all
+        (folder_of(module), folder_of(name))
+        for module, path in sources().items()
         for name in imports(path.read_text())
-        if name.split(".")[0] == "functx" and name != "functx"
     }
-    ids = {wing: re.sub(r"\W+", "_", wing) for wing in WINGS}
-    arrows = sorted(f"    {ids[a]} --> {ids[b]}" for a, b in edges if a != b)
-    boxes = [f'    {ids[wing]}["{wing}"]' for wing in WINGS]
-    return "\n".join(["```mermaid", "graph LR", *boxes, *arrows, "```"])
+    boxes = [f'    {name}["{name}"]' for name in known]
+    arrows = [
+        f"    {a} --> {b}"
+        for a in reversed(known)
+        for b in reversed(known)
+        if (a, b) in edges and a != b
+    ]
+    return "\n".join(["```mermaid", "graph TD", *boxes, *arrows, "```"])
 
 
 PAGE = ROOT / "docs" / "architecture.md"

@@ -27,8 +27,8 @@ def chains(module):
 @pytest.mark.parametrize(
     "module",
     [
-        *("functx._torch", "functx._torch.lowering"),
-        *(f"functx._torch.{n}" for n in ("compiler", "flags", "graphs")),
+        "functx._torch",
+        *(f"functx._torch.{n}" for n in ("compiler", "flags", "graphs", "lowering")),
     ],
 )
 def test_each_name_exists(module):

@@ -32,11 +32,6 @@ def test_the_examples_of_the_readme_run(tmp_path):
     assert "bytes" in pages.run(README.read_text(), "readme", tmp_path)[-1]
 
 
-def test_readme_and_the_engine_page_are_short():
-    assert README.stat().st_size <= 10_240
-    assert (house.ROOT / "docs" / "engine.md").stat().st_size <= 9_000
-
-
 @pytest.mark.parametrize("page", _readme.PAGES, ids=lambda page: page.name)
 def test_pages_quote_what_was_measured(page):
     assert _readme.filled(page.read_text()) == page.read_text()

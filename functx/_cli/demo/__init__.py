@@ -6,8 +6,8 @@ uses the public API only, so that every part can be copied:
 
 - ``training`` data, network, per-example clipped gradients, and the loop around them;
 - ``measurement`` bytes and seconds of each way to get the gradients;
-- ``run`` the program, from start to end.
+- ``run`` the program, from start to end;
+- ``command`` its place on the command line.
 """
 
-from functx._cli.demo.run import DemoError as DemoError
-from functx._cli.demo.run import run as run
+from functx._cli.demo.command import add_demo as add_demo

@@ -278,7 +278,7 @@ def test_a_model_type_is_compared_by_example(capsys):
 def test_a_model_type_that_can_not_be_made_small_says_so(capsys, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(
-        "functx._command.small_models.make", lambda *_: torch.ones(2) @ torch.ones(3)
+        "functx.compat.testing.small_models.make", lambda *_: torch.ones(2) @ torch.ones(3)
     )
     assert run("hf:llama") == 2
     said = capsys.readouterr().err
