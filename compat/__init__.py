@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from functx._core import add_internal
 from functx.compat import random as random
 from functx.compat import testing
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from functx.compat._from_jax import from_jax as from_jax
     from functx.compat._from_jax import module_from_jax as module_from_jax
     from functx.compat._to_jax import to_jax as to_jax
+
+add_internal(__file__)  # in a clone this folder is not below functx/
 
 _WHERE = {
     "Crosscheck": "_crosscheck",

@@ -1,5 +1,8 @@
 """Arrays, dtypes, containers, modules and settings, from one framework to the other."""
 
+import jax
+
+from functx._core import add_internal
 from functx.compat._bridge.dlpack import array_from_torch as array_from_torch
 from functx.compat._bridge.dlpack import borrow as borrow
 from functx.compat._bridge.dlpack import decoder as decoder
@@ -24,3 +27,5 @@ from functx.compat._bridge.modules import function_with_buffers as function_with
 from functx.compat._bridge.modules import state_of as state_of
 from functx.compat._bridge.trees import endless_refused as endless_refused
 from functx.compat._bridge.trees import teach_jax as teach_jax
+
+add_internal(jax.__file__)

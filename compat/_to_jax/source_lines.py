@@ -6,26 +6,15 @@ JAX's nor functx's, and the tracer copies the note to the nodes it makes.
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from traceback import walk_stack, walk_tb
-from types import FrameType
 
-import jax
-import torch
 from torch.fx import Node
 from torch.fx.traceback import set_stack_trace
 
-import functx
+from functx._core import users_line
 
-_FOLDERS = (
-    Path(str(file)).parent for file in (torch.__file__, jax.__file__, functx.__file__, __file__)
-)
-_INTERNAL = ("<", *(f"{folder}/" for folder in _FOLDERS))
 _MARK = "functx source: "
 
 
@@ -49,34 +38,24 @@ class Source:
         return f"{self.file}:{self.line} in {self.function}"
 
 
-def _users(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, int, str] | None:
-    """File, line and function of the first frame that is the user's."""
-    for frame, line in frames:
-        code = frame.f_code
-        if not code.co_filename.startswith(_INTERNAL):
-            return code.co_filename, line, code.co_name
-    return None
-
-
 def note_source() -> None:
     """Note the line of the user that runs; the nodes that are made next have it.
 
     Only under ``torch.fx.traceback.preserve_node_meta()``.
     """
-    if found := _users(walk_stack(inspect.currentframe())):
+    if found := users_line():
         set_stack_trace([_MARK + "\n".join(map(str, found))])
 
 
 def at_line(error: BaseException | None = None) -> str:
     """As `at_source`, of the line that runs now, or that raised an error."""
-    now = walk_stack(inspect.currentframe())
-    found = _users(now if error is None else reversed([*walk_tb(error.__traceback__)]))
+    found = users_line(error)
     return "" if found is None else " at {}:{} in {}".format(*found)
 
 
 def warn(message: str) -> None:
     """Warn at the user's line that runs now."""
-    file, line, _ = _users(walk_stack(inspect.currentframe())) or ("sys", 1, "")
+    file, line, _ = users_line() or ("sys", 1, "")
     warnings.warn_explicit(message, UserWarning, file, line)
 
 

@@ -48,9 +48,11 @@ from functx._core.norm_derivatives import standing_in as standing_in
 from functx._core.objects import attributes as attributes
 from functx._core.objects import contents as contents
 from functx._core.objects import is_of as is_of
+from functx._core.source_location import add_internal as add_internal
 from functx._core.source_location import is_internal as is_internal
 from functx._core.source_location import line_now as line_now
 from functx._core.source_location import line_of as line_of
+from functx._core.source_location import users_line as users_line
 from functx._core.source_location import where as where
 from functx._core.tree import ENDLESS as ENDLESS
 from functx._core.validate import Argnums as Argnums

@@ -19,13 +19,28 @@ Place = tuple[types.CodeType, int]
 ModulePaths = dict[nn.Module, dict[nn.Module, str]]  # by root, the path of each module in it
 
 _FUNCTX = os.path.dirname(os.path.dirname(__file__))
-_INTERNAL = (os.path.dirname(torch.__file__) + os.sep, _FUNCTX + os.sep, "<frozen")
+# Files below these folders, and code without a file that Python and torch.fx make, are not the
+# user's.
+_internal: tuple[str, ...] = (
+    os.path.dirname(torch.__file__) + os.sep,
+    _FUNCTX + os.sep,
+    "<frozen",
+    "<eval_with_key>",
+    "<__array_function__",
+)
+
+
+def add_internal(file: str) -> None:
+    """Count the folder of ``file``, a package's ``__init__``, as a framework's own code."""
+    global _internal
+    _internal = (*_internal, os.path.dirname(file) + os.sep)
+    is_internal.cache_clear()
 
 
 @functools.cache
 def is_internal(filename: str) -> bool:
-    """Whether a file is torch's or functx's."""
-    return filename.startswith(_INTERNAL)
+    """Whether a file belongs to torch, functx or another framework (`add_internal`)."""
+    return filename.startswith(_internal)
 
 
 def where() -> Place:
@@ -36,13 +51,25 @@ def where() -> Place:
     return frame.f_code, frame.f_lasti
 
 
-def line_now(error: BaseException | None = None) -> str:
-    """``file:line`` of the user's code that is running, or that an error has come from."""
-    places = [line_of(where())[:2]]
+def users_line(error: BaseException | None = None) -> tuple[str, int, str] | None:
+    """File, line and function of the user's code that is running, or that raised ``error``.
+
+    ``None`` where no code of the user's is among the frames.
+    """
     if error is not None:
         frames = traceback.extract_tb(error.__traceback__)
-        places += [(f.filename, f.lineno or 0) for f in frames if not is_internal(f.filename)]
-    return "{}:{}".format(*places[-1])
+        for found in reversed(frames):
+            if not is_internal(found.filename):
+                return found.filename, found.lineno or 0, found.name
+        return None
+    place = where()
+    return None if is_internal(place[0].co_filename) else line_of(place)
+
+
+def line_now(error: BaseException | None = None) -> str:
+    """``file:line`` of the user's code that is running, or that an error has come from."""
+    found = (error and users_line(error)) or line_of(where())
+    return f"{found[0]}:{found[1]}"
 
 
 def line_of(place: Place) -> tuple[str, int, str]:

@@ -61,10 +61,20 @@ def _meta(x: Any) -> Any:
     return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
-def same(value: Value, overload: Any, out: Any) -> bool:
-    """Whether an operation on a batch is one that was run on an example."""
-    same_packet = overload.overloadpacket is value.func.overloadpacket
-    if not same_packet and not (is_dot(overload) and is_dot(value.func)):
+def is_batched_form(one: Any, batched: Any, out: Any, batched_out: Any) -> bool:
+    """Whether an operation on a batch is an operation that ran on one example.
+
+    Args:
+        one: the overload that ran on one example.
+        batched: the overload that ran on the batch. It may be another product of matrices, since
+            vmap folds the batch into one.
+        out: what the first returned, as its `Value` has it.
+        batched_out: what the second returned.
+    """
+    same_packet = batched.overloadpacket is one.overloadpacket
+    if not same_packet and not (is_dot(batched) and is_dot(one)):
         return False
-    one, batched = (sum(t.numel() for t in tensors_in((o,), None)) for o in (value.out, out))
-    return batched % one == 0 if one else batched == 0
+    size, batched_size = (
+        sum(t.numel() for t in tensors_in((x,), None)) for x in (out, batched_out)
+    )
+    return batched_size % size == 0 if size else batched_size == 0

@@ -24,8 +24,8 @@ from jax.ad_checkpoint import checkpoint_name
 from torch.fx import GraphModule, Node, map_arg
 
 from functx import _torch as engine
-from functx._policies import Decision, Everything, Policy, Value, is_dot
-from functx._remat import batch_being_traced
+from functx._policies import Decision, Everything, Policy, Value
+from functx._remat import batch_being_traced, is_batched_form
 from functx._torch.lowering import OpOverload, make_fx, map_tensors
 from functx.compat._to_jax.nodes import nodes_from_now, tensors_of
 from functx.compat._to_jax.rules.table import decompositions
@@ -92,13 +92,12 @@ def _value(node: Node) -> Any:
 
 
 def _same(example: Node, node: Node, batch: int) -> bool:
-    one, all_of_them = example.target, node.target
-    if not isinstance(one, OpOverload) or not isinstance(all_of_them, OpOverload):
-        return False
-    same = one.overloadpacket is all_of_them.overloadpacket
-    if not same and not (is_dot(one) and is_dot(all_of_them)):
+    one, batched = example.target, node.target
+    if not isinstance(one, OpOverload) or not isinstance(batched, OpOverload):
         return False
     if not (tensors_of(example) and tensors_of(node)):
+        return False
+    if not is_batched_form(one, batched, example.meta["val"], node.meta["val"]):
         return False
     a, b = tensors_of(example)[0], tensors_of(node)[0]
     if a.dtype != b.dtype:
