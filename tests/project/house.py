@@ -122,7 +122,7 @@ WINGS = {
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
     "per_sample": (("functx.per_sample",), 2_500),
-    "jit, graph": (("functx._jit", "functx.graph"), 1_620),
+    "jit, graph": (("functx._jit", "functx.graph"), 1_630),
     "private torch": (("functx._torch",), 870),
     "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_361),
     "compat": (("functx.compat",), 11_060),
