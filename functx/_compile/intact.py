@@ -143,21 +143,29 @@ def _are_alike(t: Tensor, value: Any) -> bool:
 @contextmanager
 def refused_changes(frozen: Iterable[Tensor] = ()) -> Iterator[None]:
     """The mode `RefusedChanges`, below all others: a mode of a transform may have to be on top."""
-    mode = RefusedChanges(frozen)
-    _rearranged(lambda modes: [mode, *modes])
+    mode, before = RefusedChanges(frozen), _modes()
+    _set_modes([mode, *before], otherwise=before)
     try:
         yield
     finally:
-        _rearranged(lambda modes: [m for m in modes if m is not mode])
+        others = [m for m in _modes() if m is not mode]
+        _set_modes(others, otherwise=others)
 
 
-def _rearranged(arranged: Callable[[list[Any]], list[Any]]) -> None:
-    """Put other function modes, or the same in another order, in the place of those there are."""
-    modes = [_torch.function_mode_at(i) for i in range(_torch.function_depth())]
-    for _ in modes:
-        _torch.pop_function_mode()
-    for mode in arranged(modes):
-        _torch.push_function_mode(mode)
+def _modes() -> list[Any]:
+    return [_torch.function_mode_at(i) for i in range(_torch.function_depth())]
+
+
+def _set_modes(modes: list[Any], otherwise: list[Any]) -> None:
+    """Put function modes in the place of those that there are; others if it is interrupted."""
+    try:
+        while _torch.function_depth():
+            _torch.pop_function_mode()
+        for mode in modes:
+            _torch.push_function_mode(mode)
+    except BaseException:
+        _set_modes(otherwise, otherwise)
+        raise
 
 
 class KeptByModules:
