@@ -1,10 +1,14 @@
 # Everything starts from a bare Python >= 3.11: the targets make their own environment, .venv,
 # and make it again when pyproject.toml or constraints.txt changes.
 
-PYTHON ?= python3
-VENV   := .venv
-PY     := $(VENV)/bin/python
-PIP    := $(PY) -m pip --quiet --disable-pip-version-check
+PYTHON   ?= python3
+# The versions of torch and JAX: "pinned" in constraints.txt, "oldest" that functx supports, "newest"
+# that installs, or a version of torch. Each has an environment of its own.
+VERSIONS ?= pinned
+VENV     := .venv$(filter-out -pinned,-$(VERSIONS))
+PY       := $(VENV)/bin/python
+PIP      := $(PY) -m pip --quiet --disable-pip-version-check
+INSTALL  := $(PIP) install -c $(VENV)/constraints.txt
 
 # One thread a worker: times are never asserted, and two workers then fill two cores. Each takes a
 # run of neighbouring tests, which share imports and fixtures; who is done first takes over some.
@@ -22,7 +26,7 @@ PART    ?= tests benches
 BENCHES := $(filter-out tests,$(PART))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench sweep docs gpu clean
+.PHONY: help demo test matrix lint forms bench sweep docs wheels smoke gpu clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
@@ -33,6 +37,12 @@ demo: $(VENV)/installed  ## train, cross-check with JAX, and write figures to fu
 test: $(VENV)/installed  ## the whole test suite
 	OMP_NUM_THREADS=1 XLA_FLAGS='$(QUICK) $(XLA_FLAGS)' $(PYTEST) $(ARGS)
 
+# One environment of the table in docs/compatibility.md. It is recorded when tests fail, too.
+matrix: $(VENV)/installed  ## the tests, with their outcome recorded for docs/compatibility.md
+	mkdir -p build
+	OMP_NUM_THREADS=1 XLA_FLAGS='$(QUICK) $(XLA_FLAGS)' $(PYTEST) $(ARGS) --junitxml=build/junit.xml; \
+	status=$$?; $(PY) -m tools.compatibility record build/junit.xml && exit $$status
+
 sweep: $(VENV)/privacy  ## the long sweeps, left out of `make test`
 	OMP_NUM_THREADS=1 $(PYTEST) -m sweep $(ARGS)
 
@@ -42,7 +52,7 @@ bench: $(VENV)/privacy  ## run the demo and every bench, and write their figures
 
 # A checker can't follow the mapping of compat/ to functx.compat, so it reads an installed wheel;
 # its messages are turned back to the paths of this tree.
-lint: $(VENV)/linters  ## ruff, formatting, layers, and types of the wheel that users install
+lint: $(VENV)/linters forms  ## ruff, formatting, layers, and types of the wheel that users install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	rm -rf build
@@ -55,11 +65,41 @@ lint: $(VENV)/linters  ## ruff, formatting, layers, and types of the wheel that 
 	  --cache-dir ../../.mypy_cache --python-executable ../../$(PY) -p functx \
 	  | sed -e 's,^functx/compat/,compat/,'; exit $${PIPESTATUS[0]}
 
+# What GitHub reads: it reports a mistake there only after a push, and some never.
+FORMS := $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+CHECK := $(VENV)/bin/check-jsonschema --quiet --builtin-schema
+forms: $(VENV)/linters  ## workflows, issue forms and CITATION.cff, by their schemas
+	$(CHECK) vendor.github-workflows .github/workflows/*.yml
+	$(CHECK) custom.github-workflows-require-timeout .github/workflows/*.yml
+	$(CHECK) vendor.github-issue-forms $(FORMS)
+	$(CHECK) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(CHECK) vendor.dependabot .github/dependabot.yml
+	$(CHECK) vendor.citation-file-format --default-filetype yaml CITATION.cff
+	$(VENV)/bin/zizmor --quiet --offline --strict-collection .github
+
 # API pages are made from the docstrings of a wheel's contents, which have functx.compat in its place.
 docs: $(VENV)/docs  ## the documentation as a site, in build/site
 	rm -rf build/docs build/lib
 	$(PIP) install --no-deps --no-build-isolation --target build/docs .
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet --config-file .mkdocs.yml
+
+# Two environments of their own, so that nothing of this tree is in the way: one builds, the other is
+# what a user has. The smoke test runs in build/, out of reach of functx/.
+wheels:  ## sdist and wheel, in dist/
+	rm -rf dist build/builder
+	$(PYTHON) -m venv build/builder
+	build/builder/bin/python -m pip install --quiet build twine
+	build/builder/bin/python -m build
+	build/builder/bin/twine check --strict dist/*
+
+# EXTRA is one of pyproject.toml's, or empty; DIST is whl or tar.gz.
+EXTRA ?=
+DIST  ?= whl
+smoke:  ## install what `make wheels` built, with one EXTRA, in a fresh environment, and try it
+	rm -rf build/smoke
+	$(PYTHON) -m venv build/smoke
+	build/smoke/bin/python -m pip install --quiet "$$(echo dist/*.$(DIST))$(if $(EXTRA),[$(EXTRA)])"
+	cd build && smoke/bin/python -I ../tools/smoke.py $(EXTRA)
 
 gpu:  ## the tests and benches that need a CUDA device, with the Python at hand (no .venv)
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(torch.cuda.is_available())'; \
@@ -72,28 +112,29 @@ gpu:  ## the tests and benches that need a CUDA device, with the Python at hand 
 	exit $$failed
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz .sweep
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz .sweep
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt tools/constraints.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'functx needs Python >= 3.11: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt -e '.[test]'
+	$(PYTHON) tools/constraints.py $(VERSIONS) > $(VENV)/constraints.txt
+	$(INSTALL) -e '.[test,models]'
 	@# From the folder around a clone named functx, Python would take the clone for the package.
 	@echo '$(CURDIR)' > "$$($(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))')/functx-clone.pth"
 	@touch $@
 
 # What some benches and pages run next to functx.
 $(VENV)/privacy: $(VENV)/installed
-	$(PIP) install -c constraints.txt -e '.[test,privacy]'
+	$(INSTALL) -e '.[test,models,privacy]'
 	@touch $@
 
 $(VENV)/linters: $(VENV)/installed
-	$(PIP) install -c constraints.txt -e '.[dev]' 'setuptools>=77'
+	$(INSTALL) -e '.[dev]' 'setuptools>=77'
 	@touch $@
 
 $(VENV)/docs: $(VENV)/installed
-	$(PIP) install -c constraints.txt -e '.[docs]' 'setuptools>=77'
+	$(INSTALL) -e '.[docs]' 'setuptools>=77'
 	@touch $@
 
 lint: SHELL := bash

@@ -6,8 +6,6 @@ import warnings
 import pytest
 import torch
 from references import assert_same, peak
-from transformers import DynamicCache
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import functx
 from functx._core import compiler_warnings
@@ -16,6 +14,10 @@ from . import hf
 
 pytest.importorskip("transformers")
 diffusers = pytest.importorskip("diffusers")
+
+from transformers import DynamicCache  # noqa: E402
+from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing_enable.*:FutureWarning",
     "ignore:functx.*cache of keys",

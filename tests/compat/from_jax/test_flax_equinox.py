@@ -6,19 +6,20 @@ Each is trained three steps by plain gradient descent in both frameworks, and mu
 import copy
 from functools import partial
 
-import equinox as eqx
-import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 
 import functx
 from functx.compat import from_jax, module_from_jax
 
 from .. import helpers
+
+eqx = pytest.importorskip("equinox")
+linen = pytest.importorskip("flax.linen")
+nnx = pytest.importorskip("flax.nnx")
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 Y = np.linspace(1, 0, 16, dtype=np.float32).reshape(8, 2)
