@@ -26,8 +26,8 @@ def test_residuals_of_a_jitted_function_are_what_its_pullback_keeps():
     first = functx.saved_residuals(jitted, X)
     assert_same(jitted(X), model(X), eps=8)
     assert [r[:3] for r in functx.saved_residuals(jitted, X)] == [r[:3] for r in first]
-    made = [r.shape for r in first if r.made]
-    assert made == [r.shape for r in functx.saved_residuals(model, X) if r.made]
+    made = sorted(r.shape for r in first if r.made)  # the compiler may reorder them
+    assert made == sorted(r.shape for r in functx.saved_residuals(model, X) if r.made)
 
 
 def test_residuals_of_what_inductor_compiles_are_an_error_that_says_what_to_ask(monkeypatch):

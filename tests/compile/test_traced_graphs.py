@@ -107,7 +107,12 @@ def stacks():
     for i, (name, f) in enumerate(functions.items()):
         for j, (way, transform) in enumerate(ways.items()):
             shape = (2, 3, 4) if "vmap" in way else (3, 4)
-            yield pytest.param(f, transform, shape, MODES[(i + j) % 3], id=f"{name}-{way}")
+            asserts = name == "a module" and way == "jvp(grad)" and torch.__version__ < "2.13"
+            reason = "torch fails an internal assert: forward mode through a norm in a graph"
+            mark = pytest.mark.skipif(asserts, reason=reason)
+            yield pytest.param(
+                f, transform, shape, MODES[(i + j) % 3], id=f"{name}-{way}", marks=mark
+            )
 
 
 @pytest.mark.parametrize(("f", "transform", "shape", "mode"), [*stacks()])

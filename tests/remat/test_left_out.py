@@ -249,6 +249,7 @@ def written_at(y, index):
     return y
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11, although it is told
 @pytest.mark.parametrize(
     "use",
     [
