@@ -1,4 +1,4 @@
-"""Prints the constraints that an environment is installed with: ``python tools/constraints.py NAME``.
+"""Prints the constraints of an environment: ``python tools/constraints.py NAME``.
 
 ``pinned`` is constraints.txt as it is. The other names change the lines of torch and JAX in it:
 ``oldest`` takes the lower bounds of pyproject.toml, ``newest`` leaves both open, and a version

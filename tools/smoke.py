@@ -1,8 +1,8 @@
 """Tries an installed functx: ``python -I tools/smoke.py EXTRA``, where EXTRA may be left out.
 
-`make smoke` installs a wheel or an sdist into a fresh environment and runs this. The option -I keeps
-the source tree away from the import path. Each extra has to bring what its part of functx needs, and
-functx without extras has to do without the rest.
+`make smoke` installs a wheel or an sdist into a fresh environment and runs this. The option -I
+keeps the source tree away from the import path. Each extra has to bring what its part of functx
+needs, and functx without extras has to do without the rest.
 """
 
 import importlib
@@ -48,9 +48,10 @@ def core():
     try:
         compat.to_jax(torch.sin)
     except ImportError as error:
-        assert "functx[jax]" in str(error)
+        message = str(error)
     else:
         raise AssertionError("to_jax works without JAX")
+    assert "functx[jax]" in message
 
 
 def jax():
@@ -134,9 +135,7 @@ def docs():
         importlib.import_module(name)
 
 
-CHECKS = {
-    check.__name__: check for check in (core, jax, demo, test, models, privacy, dev, docs)
-}
+CHECKS = {check.__name__: check for check in (core, jax, demo, test, models, privacy, dev, docs)}
 
 
 def run(*arguments):

@@ -1,27 +1,18 @@
-"""Pytrees: optree where it is installed, torch's own otherwise; one meaning for both.
+"""Pytrees, by optree; containers that are registered with torch are containers here too.
 
-``None`` is a leaf (it is static structure to every caller here), and containers that libraries
-register with torch (a model's output classes, caches) are containers here too.
+``None`` is a leaf: to every caller here it is static structure.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import optree
 import torch
-import torch.utils._pytree as _pytree
 
-try:
-    import optree as _optree
-
-    # Copies what was and will be registered with torch into optree's "torch" namespace.
-    import torch.utils._cxx_pytree as _cxx_pytree
-except ImportError:  # the fallback serves machines without optree
-    _optree = None  # type: ignore[assignment]
+from functx._torch import pytrees
 
 TreeSpec = Any
 ENDLESS = (
@@ -31,22 +22,11 @@ ENDLESS = (
 )
 
 
-@functools.lru_cache(1)  # until there are more, or less
-def _copy_classes(known: int) -> None:
-    """Tell optree of classes that torch knows and has not told it of (``register_dataclass``)."""
-    for cls, node in list(_pytree.SUPPORTED_NODES.items()):
-        if isinstance(cls, type) and not issubclass(cls, tuple):
-            with contextlib.suppress(ValueError):  # built in, or there already
-                _cxx_pytree._private_register_pytree_node(cls, node.flatten_fn, node.unflatten_fn)
-
-
 def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], TreeSpec]:
     """The leaves of ``tree`` in order, and what is needed to put them back."""
+    pytrees.register_new_classes()
     try:
-        if _optree is None:
-            return _pytree.tree_flatten(tree, is_leaf)
-        _copy_classes(len(_pytree.SUPPORTED_NODES))
-        return _optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace="torch")
+        return optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=pytrees.NAMESPACE)
     except RecursionError as error:
         raise RecursionError(ENDLESS) from error
 
@@ -69,8 +49,6 @@ def map_(fn: Any, tree: Any) -> Any:
 
 def paths(tree: Any) -> list[str]:
     """The path of each leaf, as code: ``"['weights'][0]"``."""
-    if _optree is None:
-        return [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(tree)[0]]
     return [accessor.codify("") for accessor in flatten(tree)[1].accessors()]
 
 
@@ -151,8 +129,6 @@ def spread_numbers(prefix: Any, tree: Any, is_leaf: Any = None) -> list[int]:
 
 def _entries(tree: Any, is_leaf: Any) -> list[tuple[Any, ...]]:
     """The path of each leaf: keys of dicts, numbers of other children."""
-    if _optree is None:
-        return [path for path, _ in _pytree.tree_flatten_with_path(tree, is_leaf)[0]]
     paths: list[tuple[Any, ...]] = flatten(tree, is_leaf)[1].paths()
     return paths
 
