@@ -66,10 +66,9 @@ class Marks:
         """Whether the memory of a tensor is marked."""
         return _torch.storage_of(t) in self._of
 
-    def users(self) -> dict[int, int]:
-        """How many tensors each marked memory that is alive has, by its key."""
-        alive = (key for key, reference in self._of.items() if not reference.expired())
-        return {key: _torch.storage_use_count(key) for key in alive}
+    def are_alive(self) -> bool:
+        """Whether any marked memory still exists."""
+        return any(not reference.expired() for reference in self._of.values())
 
 
 class _Watch(_torch.TorchDispatchMode):
@@ -139,7 +138,6 @@ class CarriedState:
     def __init__(self, api: str, module: nn.Module | None) -> None:
         self._api, self._module = api, module
         self._marks: Marks | None = None  # of the first example, until it is known what is left
-        self._users: dict[int, int] = {}  # of the first example's arguments, as it began
         self._is_over = False  # no further example is watched
         self._reads = False  # whether a gradient of the second example depends on the first one
 
@@ -157,22 +155,22 @@ class CarriedState:
         """
         if self._is_over:
             return example(*leaves)
+        # The example gets memory of its own: what is alive of it later was handed on. (All examples
+        # share the memory of the batch, and others may hold that, too.)
+        copies = [leaf if dim is None else leaf.clone() for leaf, dim in zip(leaves, dims)]
         if self._marks is None:
             self._marks = Marks()
-            mapped = [leaf for leaf, dim in zip(leaves, dims) if dim is not None]
+            mapped = [leaf for leaf, dim in zip(copies, dims) if dim is not None]
             self._marks.add(tree.leaves(mapped))
-            self._users = self._marks.users()
+            del mapped
             with _Watch(self._marks, forbidden):
-                return example(*leaves)
+                return example(*copies)
         self._is_over = True
-        # All examples share the memory of the batch: only a further user of it is left over.
-        left = self._marks.users().items()
-        if all(number <= self._users.get(key, 0) for key, number in left):
+        if not self._marks.are_alive():
             self._marks = None
             return example(*leaves)
         shared = [leaf for leaf, dim in zip(leaves, dims) if dim is None]
         self._marks.drop(t for t in tree.leaves(shared) if isinstance(t, Tensor))
-        copies = [leaf if dim is None else leaf.clone() for leaf, dim in zip(leaves, dims)]
         with _Watch(self._marks, None):
             result = example(*copies)
         self.look_at(tree.leaves(result))
