@@ -72,7 +72,7 @@ class PlainEmbeddings(TorchFunctionMode):
         retain_graph = create_graph if retain_graph is None else retain_graph
         zeros = bool(options.get("materialize_grads"))
         with self:
-            found = _torch.run_backward(
+            found: Any = _torch.run_backward(
                 *(outputs, tuple(ones), retain_graph, create_graph, inputs),
                 allow_unreachable=zeros or options.get("allow_unused") is True,
                 accumulate_grad=False,
