@@ -114,7 +114,7 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         at peak, tanh, float32[1000], ...:1 in <lambda> ... 4,000 bytes
     """
     result, followed, peak = _follow("profile", f, args, kwargs)
-    returned = followed.bytes_of(tree.parted(result)[0])
+    returned = followed.bytes_of(tree.partition(result)[0])
     return Profile(
         *(result, peak, followed.live - returned, returned, tuple(followed.timeline)),
         *(tuple(followed.at_the_peak()), tuple(followed.phases), tuple(followed.history())),

@@ -84,7 +84,7 @@ def case_of(
     leaves, spec = tree.flatten(call)
     paths = [path[3:] for path in tree.paths(call)]  # within args or kwargs
     try:
-        leaf_dims = [d for arg, dim in zip(args, dims) for d in tree.spread(dim, arg)]
+        leaf_dims = [d for arg, dim in zip(args, dims) for d in tree.broadcast_prefix(dim, arg)]
     except ValueError as error:
         raise ValueError(
             f"crosscheck {name}: in_dims={in_dims!r} has another structure than the arguments"

@@ -55,13 +55,13 @@ def there_and_back(f: Callable[[Any], Any], x: Any, wanted: Sequence[bool]) -> A
 
     Returns the gradients of the ``wanted`` tensors in ``x``, and of leaves that ``f`` reaches.
     """
-    tensors, how = _tree.parted(x)
+    tensors, how = _tree.partition(x)
     given = [t for t, w in zip(tensors, wanted) if w]
 
     def forward(given: Sequence[Tensor]) -> list[Tensor]:
         it = iter(given)
-        out = f(_tree.joined([next(it) if w else t for t, w in zip(tensors, wanted)], how))
-        return [t for t in _tree.parted(out)[0] if t.grad_fn is not None]
+        out = f(_tree.combine([next(it) if w else t for t, w in zip(tensors, wanted)], how))
+        return [t for t in _tree.partition(out)[0] if t.grad_fn is not None]
 
     if _torch.peek_interpreter() is None:
         leaves = [t.detach().requires_grad_() for t in given]
@@ -116,7 +116,7 @@ class MeasuredChain(LiveStorages):
     def _cross(self, state: Any) -> None:
         """The forward goes from one block to the next."""
         known = {id(h.storage()): h for h in self.states[-1]} if self.states else {}
-        storages = {id(s): s for t in _tree.parted(state)[0] for s in storages_of(t)}
+        storages = {id(s): s for t in _tree.partition(state)[0] for s in storages_of(t)}
         at = len(self.states)
         self.states.append(
             [

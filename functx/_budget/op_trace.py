@@ -49,7 +49,7 @@ class RecordedCall:
 
     def run(self, values: dict[int, Tensor]) -> None:
         """Add what it gives to the values."""
-        args, kwargs = tree.joined([values[n] for n in self.reads], self.how)
+        args, kwargs = tree.combine([values[n] for n in self.reads], self.how)
         now = Settings()
         try:
             self.settings.put(now)
@@ -57,7 +57,7 @@ class RecordedCall:
                 out = self.function(*args, **kwargs)
         finally:
             now.put(self.settings)
-        values.update(zip(self.gives, tree.parted(out)[0], strict=True))
+        values.update(zip(self.gives, tree.partition(out)[0], strict=True))
 
 
 class OperationBlock:
@@ -142,7 +142,7 @@ class Recording(TorchFunctionMode):
     def finish(self, state: dict[int, Tensor]) -> Any:
         """The result of the function, from the values that the last block gives."""
         values = state | self.values
-        return tree.joined([values[n] for n in self.results], self.how)
+        return tree.combine([values[n] for n in self.results], self.how)
 
     def refuse(self, why: str, error: BaseException | None = None) -> RematError:
         """An error for what can't be planned."""
@@ -186,16 +186,16 @@ class Recording(TorchFunctionMode):
         self.check_seed()
         if _torch.dispatch_depth() > self._modes:
             raise self.refuse("it enters a mode that its operations run under; enter it outside")
-        tensors, how = tree.parted((args, kwargs))
+        tensors, how = tree.partition((args, kwargs))
         slices = [o[0] for o in how[1] if o and isinstance(o[0], slice)]
         if any(isinstance(bound, Tensor) for s in slices for bound in (s.start, s.stop, s.step)):
             raise self.refuse("it slices by tensors")
         given = [*map(self.resolved, tensors)]
         versions = [t._version for t in given]
-        args, kwargs = tree.joined(given, how)
+        args, kwargs = tree.combine(given, how)
         grad, at = torch.is_grad_enabled(), len(self.operations)
         out = func(*args, **kwargs)
-        made = tree.parted(out)[0]
+        made = tree.partition(out)[0]
         reads, gives = [[*map(self.number, ts)] for ts in (given, made)]
         self.operations.append(RecordedCall(func, reads, how, gives, grad, Settings()))
         for t in (*given, *made):
@@ -253,12 +253,12 @@ def _record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Recordi
             sharding.watching(f"a budget for {name!r}", RematError),
         ):
             recording = Recording(name)
-            tensors, how = tree.parted((args, kwargs))
-            fake_args, fake_kwargs = tree.joined([*map(recording.stand_in, tensors)], how)
+            tensors, how = tree.partition((args, kwargs))
+            fake_args, fake_kwargs = tree.combine([*map(recording.stand_in, tensors)], how)
             with recording:
                 result = f(*fake_args, **fake_kwargs)
             recording.check_seed()
-            tensors, recording.how = tree.parted(result)
+            tensors, recording.how = tree.partition(result)
             recording.results = [recording.number(recording.resolved(t)) for t in tensors]
     except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as e:
         raise recording.refuse(f"it depends on values, as of item() ({e})", e) from e

@@ -242,13 +242,13 @@ def _chosen(
     Raises:
         ValueError: no plan fits in the bytes, or the share, of ``budget``.
     """
-    tensors, how = _tree.parted(x)
+    tensors, how = _tree.partition(x)
     tracked = [*map(is_tracked, tensors)]
     required = tracked if True in tracked else [*map(has_derivatives, tensors)]
     shared = {id(t) for t, r in zip(tensors, required) if r} - {*map(id, written)}
     with torch.no_grad():  # off all tapes; what is not differentiated may be written to
         own = [t.detach() if id(t) in shared else t.detach().clone() for t in tensors]
-    x = _tree.joined(own, how)
+    x = _tree.combine(own, how)
 
     @functools.cache
     def peak(tree: Tree) -> int:

@@ -107,7 +107,7 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _torch.tracing():  # a part of that graph
             return self.function(*args, **kwargs)
-        tensors, how = tree.parted((args, kwargs))
+        tensors, how = tree.partition((args, kwargs))
         spec, others = how
         statics = tuple(other[0] if other else None for other in others)
         state, settings = State((self.function, *statics)), Settings()
@@ -127,14 +127,14 @@ class Jitted:
         if code is None:
 
             def flat(tensors: Sequence[Tensor], _: Any) -> tuple[list[Tensor], Any]:
-                args, kwargs = tree.joined(tensors, how)
+                args, kwargs = tree.combine(tensors, how)
                 name = f"functx.jit: {name_of(self.function)}"
                 # A run in eager (inside of vmap or jvp) can have sharded modules, a trace can't.
                 forbids = TracingError if _torch.tracing() else None
                 watch = sharding.watching(name, forbids)
                 with watch, leaving_nothing((self.function, *statics), freeze=True):
                     out = called(self.function, args, kwargs, name, TracingError)
-                results, rest = tree.parted(out)
+                results, rest = tree.partition(out)
                 if rest is not None:  # (with sizes among it, which this graph is for then)
                     rest = rest[0], [o and (graphs.number(o[0]),) for o in rest[1]]
                 return results, rest
@@ -147,7 +147,7 @@ class Jitted:
                 why = f"the eighth trace, as what is no tensor changes: {changed[0]}. {_WAY_OUT}"
                 tell(f"functx.jit: {name_of(self.function)}", why)
         results = call(code, tensors, state.tensors)
-        return tree.joined(results, code.last.rest)
+        return tree.combine(results, code.last.rest)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)

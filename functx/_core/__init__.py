@@ -17,8 +17,8 @@ from functx._core import norm_derivatives as norm_derivatives
 from functx._core import tree as tree
 from functx._core import validate as validate
 from functx._core.backend_dispatch import backend_of as backend_of
-from functx._core.backend_dispatch import by_arguments as by_arguments
-from functx._core.backend_dispatch import by_primals as by_primals
+from functx._core.backend_dispatch import dispatches_on_arguments as dispatches_on_arguments
+from functx._core.backend_dispatch import dispatches_on_primals as dispatches_on_primals
 from functx._core.closures import PLAIN as PLAIN
 from functx._core.closures import variables as variables
 from functx._core.compiler_warnings import exporting as exporting

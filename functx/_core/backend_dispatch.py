@@ -32,7 +32,7 @@ def backend_of(api: str, args: Any, kwargs: Any) -> Any:
     return importlib.import_module("functx.compat._backend.backend").find(api, args, kwargs)
 
 
-def by_arguments(transform: T) -> T:
+def dispatches_on_arguments(transform: T) -> T:
     """A transform of functions that looks at the arguments of the function it makes."""
     name = transform.__name__
 
@@ -57,7 +57,7 @@ def by_arguments(transform: T) -> T:
     return cast(T, chosen)
 
 
-def by_primals(transform: T) -> T:
+def dispatches_on_primals(transform: T) -> T:
     """A transform that is given a function and its arguments at once."""
     name = transform.__name__
 

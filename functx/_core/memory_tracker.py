@@ -165,7 +165,7 @@ class LiveStorages(_torch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and meet what it is given and gives."""
         kwargs = kwargs or {}
-        inputs = tree.parted((args, kwargs))[0]
+        inputs = tree.partition((args, kwargs))[0]
         if any(map(_torch.is_traceable_wrapper_subclass, inputs)):
             return NotImplemented  # the subclass first: the mode then sees its inner tensors
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
@@ -180,7 +180,7 @@ class LiveStorages(_torch.TorchDispatchMode):
         # `lift_fresh` hands over what torch.tensor has made without dispatching anything.
         self._meet(inputs, name, name == "lift_fresh")
         out = func(*args, **kwargs)
-        self._meet(tree.parted(out)[0], name, True)
+        self._meet(tree.partition(out)[0], name, True)
         self.operations[name] += 1
         self.timeline.append(Event(len(self.timeline), name, self.live))
         self.phases.append(_phase())

@@ -69,8 +69,8 @@ def is_tensor(leaf: Any) -> bool:
     return issubclass(type(leaf), torch.Tensor)
 
 
-def parted(tree: Any, belongs: Callable[[Any], bool] = is_tensor) -> tuple[list[Any], Any]:
-    """The tensors among the leaves, and how `joined` puts the tree together again."""
+def partition(tree: Any, belongs: Callable[[Any], bool] = is_tensor) -> tuple[list[Any], Any]:
+    """The tensors among the leaves, and how `combine` puts the tree together again."""
     if belongs(tree):
         return [tree], None
     found, spec = flatten(tree)
@@ -78,7 +78,7 @@ def parted(tree: Any, belongs: Callable[[Any], bool] = is_tensor) -> tuple[list[
     return [leaf for leaf, other in zip(found, others) if other is None], (spec, others)
 
 
-def joined(tensors: Sequence[torch.Tensor], how: Any) -> Any:
+def combine(tensors: Sequence[torch.Tensor], how: Any) -> Any:
     """The tree, with these tensors in it."""
     if how is None:
         return tensors[0]
@@ -100,17 +100,17 @@ def leaves_as(spec: TreeSpec, tree: Any) -> list[Any]:
     return found
 
 
-def spread(prefix: Any, tree: Any, is_leaf: Any = None) -> list[Any]:
+def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Any = None) -> list[Any]:
     """For each leaf of ``tree``, in its order, the leaf of a pytree prefix above it.
 
     Dicts of the prefix may have another order. A ``ValueError`` if it is no prefix.
     """
     heads = leaves(prefix)
-    return [heads[number] for number in spread_numbers(prefix, tree, is_leaf)]
+    return [heads[number] for number in broadcast_prefix_numbers(prefix, tree, is_leaf)]
 
 
-def spread_numbers(prefix: Any, tree: Any, is_leaf: Any = None) -> list[int]:
-    """As `spread`, with the number of each leaf of the prefix in place of the leaf.
+def broadcast_prefix_numbers(prefix: Any, tree: Any, is_leaf: Any = None) -> list[int]:
+    """As `broadcast_prefix`, with the number of each leaf of the prefix in place of the leaf.
 
     Neither tree is rebuilt: a registered class may accept nothing but tensors as its leaves.
     """

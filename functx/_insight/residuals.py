@@ -171,10 +171,10 @@ def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Resi
     buffers = [t for t, (kind, _) in labels(f, args, kwargs) if kind == "buffer"]
     with undisturbed(buffers), torch.inference_mode(False), torch.enable_grad():
         found = _of_one_run(f, args, kwargs)
-        tensors, how = tree.parted((args, kwargs))
+        tensors, how = tree.partition((args, kwargs))
         if found is None and not any(t.requires_grad for t in tensors):
             leaves = [t.detach().requires_grad_(has_derivatives(t)) for t in tensors]
-            found = _of_one_run(f, *tree.joined(leaves, how))
+            found = _of_one_run(f, *tree.combine(leaves, how))
     return Residuals(found or ())
 
 
@@ -239,7 +239,7 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
 
     start = _torch.next_sequence_number()
     with on_name(named), offload.on_offload(offloaded), storages:
-        results = tree.parted(f(*args, **kwargs))[0]
+        results = tree.partition(f(*args, **kwargs))[0]
     if all(t.grad_fn is None for t in results):
         return None
     returned = {id(storage) for t in results for storage in storages_of(t)}
@@ -263,9 +263,11 @@ def _held(results: list[Tensor], start: int) -> Iterator[Tensor]:
     nodes = {node for node in tape_of(results, start) if _torch.sequence_number(node) >= start}
     for node in sorted(nodes, key=_torch.sequence_number):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            yield from tree.parted([node.saved_tensors, *vars(node).values()])[0]
+            yield from tree.partition([node.saved_tensors, *vars(node).values()])[0]
         elif type(node).__name__ != "AccumulateGrad":  # a leaf, which is there anyway
-            yield from tree.parted([getattr(node, n) for n in dir(node) if n[:7] == "_saved_"])[0]
+            yield from tree.partition([getattr(node, n) for n in dir(node) if n[:7] == "_saved_"])[
+                0
+            ]
 
 
 def _given(t: Tensor, nbytes: int, first: Held | None, known: Any) -> Residual:

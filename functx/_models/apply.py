@@ -159,6 +159,7 @@ def apply_remat(
     if integer(every, "apply_remat: every must be an int") < 1:
         raise ValueError(f"apply_remat: every is {every}, expected a positive integer.")
     options = checked_options(
+        "apply_remat",
         policy=policy,
         preserve_rng_state=preserve_rng_state,
         determinism_check=determinism_check,

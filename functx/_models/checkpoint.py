@@ -119,6 +119,7 @@ def checkpoint(
         if policy is None:
             body = _entered(function, forward, replays)
     options = checked_options(
+        "checkpoint",
         policy=policy,
         preserve_rng_state=preserve_rng_state,
         determinism_check=determinism_check,

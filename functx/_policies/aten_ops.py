@@ -38,4 +38,4 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
     formula = flop_registry.get(getattr(func, "overloadpacket", func))
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=out))
-    return sum(t.numel() for t in tree.parted(out)[0])
+    return sum(t.numel() for t in tree.partition(out)[0])

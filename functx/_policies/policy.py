@@ -223,7 +223,7 @@ def is_dot(value: Value, batch_dims: bool) -> bool:
 
 def is_of_size(value: Value, bounds: tuple[float, float]) -> bool:
     """Whether the results have at least, and less than, so many bytes together."""
-    nbytes = sum(t.numel() * t.element_size() for t in tree.parted(value.out)[0])
+    nbytes = sum(t.numel() * t.element_size() for t in tree.partition(value.out)[0])
     return bounds[0] <= nbytes < bounds[1]
 
 

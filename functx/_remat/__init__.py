@@ -40,8 +40,8 @@ from functx._remat.call import on_budget as on_budget
 from functx._remat.call import run as run
 from functx._remat.captures import tape_of as tape_of
 from functx._remat.examples import is_batched_form as is_batched_form
-from functx._remat.inside import by_primals as by_primals
 from functx._remat.inside import made_inside as made_inside
+from functx._remat.inside import reported as reported
 from functx._remat.inside import taken_in as taken_in
 from functx._remat.ledger import read_outside as read_outside
 from functx._remat.levels import is_tracked as is_tracked

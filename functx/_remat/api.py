@@ -122,21 +122,28 @@ def remat(
     return (lambda f: _rematted(f, options)) if f is None else _rematted(f, options)
 
 
-def checked_options(policy: Any = None, budget: Any = None, **said: Any) -> Options:
-    """What the caller asked for; a ``TypeError`` or ``ValueError`` if no region can do it."""
+def checked_options(
+    caller: str = "remat", policy: Any = None, budget: Any = None, **said: Any
+) -> Options:
+    """What the user asked ``caller`` for; a ``TypeError`` or ``ValueError`` if no region can do it.
+
+    `remat`, `functx.checkpoint` and `functx.apply_remat` check their options here.
+    """
     options = Options(**said)
     known = {"determinism_check": ("default", "none"), "preserve_rng_state": (True, False, "all")}
     for option, values in known.items():
         if (value := getattr(options, option)) not in values:
-            raise ValueError(f"remat: {option} is {value!r}, expected one of {values}.")
+            raise ValueError(f"{caller}: {option} is {value!r}, expected one of {values}.")
     if getattr(policy, "is_functx_plan", False):
         if budget is not None:
-            raise ValueError("remat: a plan is a policy with a budget; don't give another budget.")
+            raise ValueError(
+                f"{caller}: a plan is a policy with a budget; don't give another budget."
+            )
         policy, budget = None, policy
     elif budget is not None:
         if policy is not None:
-            raise ValueError("remat: a budget chooses what to keep; don't give a policy too.")
-        budget = validate.checked_budget(budget, "remat")
+            raise ValueError(f"{caller}: a budget chooses what to keep; don't give a policy too.")
+        budget = validate.checked_budget(budget, caller)
     policy = _save_policies.as_policy(policy)
     if policy == _save_policies.Everything(False):
         policy = None

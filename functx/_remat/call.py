@@ -56,15 +56,15 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     tensors, call, call_again = _prepared(f, guarded, args, kwargs, options.name)
 
     def body(*ts: Tensor) -> list[Tensor]:
-        out, how = tree.parted(call(*ts))
+        out, how = tree.partition(call(*ts))
         result.append(how)
         return out
 
     def again(*ts: Tensor) -> list[Tensor]:
-        return tree.parted(call_again(*ts))[0]
+        return tree.partition(call_again(*ts))[0]
 
     try:
-        return tree.joined(forward.run(body, again, tensors, options, title, identity), result[0])
+        return tree.combine(forward.run(body, again, tensors, options, title, identity), result[0])
     except RuntimeError as error:
         if "no compiled frames" not in str(error):  # torch's, of fullgraph=True
             raise
@@ -95,14 +95,14 @@ def _prepared(
     if not kwargs and all(type(a) is Tensor for a in args):
         return [*args], f, frozen
     arguments.check(args, kwargs, name)
-    tensors, how = tree.parted((args, kwargs))
+    tensors, how = tree.partition((args, kwargs))
 
     def call(*ts: Tensor) -> Any:
-        args, kwargs = tree.joined(ts, how)
+        args, kwargs = tree.combine(ts, how)
         return arguments.called(f, args, kwargs, f"remat: {name}")
 
     def call_again(*ts: Tensor) -> Any:
-        args, kwargs = tree.joined(ts, how)
+        args, kwargs = tree.combine(ts, how)
         return frozen(*args, **kwargs)
 
     return tensors, call, call_again

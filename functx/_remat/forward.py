@@ -66,7 +66,7 @@ class Forward:
         captures.end()
         if record.names and options.policy is not None:
             warn_of_unlisted_names(options.policy, record.names, region.title)
-        results, places = _told_apart(results)
+        results, places = _deduplicated(results)
         region.results = [places.index(i) for i in range(len(results))]
         if region.draws is not None and region.draws.before:
             region.draws.end()
@@ -158,9 +158,9 @@ def run(
         tensors = outer.take(options.name, tensors)
         call, due = outer.last
     # (After they were taken in: objects may be others in a replay.)
-    tensors, places = _told_apart(tensors)
+    tensors, places = _deduplicated(tensors)
     if len(tensors) < len(places):
-        body, again = _spread(body, places), _spread(again, places)
+        body, again = _given_each_once(body, places), _given_each_once(again, places)
     with StackGuard(outer) as entry:
         entry.stop_caching(entry.settings)
         entry.take_hooks()
@@ -181,14 +181,14 @@ def run(
     return results
 
 
-def _told_apart(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+def _deduplicated(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
     """Each tensor once, and for all of them which of these it is."""
     different = {id(t): t for t in tensors}
     numbers = {key: number for number, key in enumerate(different)}
     return [*different.values()], [numbers[id(t)] for t in tensors]
 
 
-def _spread(body: Body, places: list[int]) -> Body:
+def _given_each_once(body: Body, places: list[int]) -> Body:
     """A body that is given each tensor once."""
     return lambda *ts: body(*[ts[i] for i in places])
 

@@ -42,7 +42,7 @@ def _exchanged(tree: Any, exchange: Callable[[list[Tensor]], list[Tensor]]) -> A
     return _tree.unflatten(spec, leaves)
 
 
-def by_primals(f: Any, title: str) -> Any:
+def reported(f: Any, title: str) -> Any:
     """``f``, a transformed function, that tells the region around it what it is given."""
 
     @wraps(f)

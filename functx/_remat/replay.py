@@ -156,7 +156,7 @@ def _attempt(
         numbers[k] = frames[k - 1].enter()
         standins = _lifted(frames[k - 1], region.slots[k], standins, numbers[k])
         leaves = standins if k == level else leaves
-    _tell_apart(standins)
+    _alias_repeated(standins)
     standins = copied(standins, region.written)
     classes = function_classes() if level else ""
     with _torch.RequiresGradAllowed() if frames else nullcontext():  # as in functx's transforms
@@ -196,7 +196,7 @@ def _leaf(value: Tensor, connected: bool) -> Tensor:
     return graphs.same_value(value, value.detach).requires_grad_()
 
 
-def _tell_apart(standins: list[Tensor]) -> None:
+def _alias_repeated(standins: list[Tensor]) -> None:
     """Inputs that a level above had two leaves for, and that are one tensor here, stay two."""
     seen = set()
     for i, t in enumerate(standins):

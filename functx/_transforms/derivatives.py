@@ -14,7 +14,15 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from functx import _torch
-from functx._core import Argnums, by_arguments, by_primals, norm_derivatives, told, tree, validate
+from functx._core import (
+    Argnums,
+    dispatches_on_arguments,
+    dispatches_on_primals,
+    norm_derivatives,
+    told,
+    tree,
+    validate,
+)
 from functx._remat import made_inside, sharding, taken_in
 from functx._transforms.reverse_mode import record, ways_out
 
@@ -22,7 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@by_arguments
+@dispatches_on_arguments
 @told
 def grad(func: Callable[P, Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[P, Any]:
     """The gradient of a scalar function.
@@ -60,7 +68,7 @@ def grad(func: Callable[P, Any], argnums: Argnums = 0, has_aux: bool = False) ->
     return _of_scalar(func, argnums, has_aux, "grad", arranged)
 
 
-@by_arguments
+@dispatches_on_arguments
 @told
 def grad_and_value(
     func: Callable[P, R], argnums: Argnums = 0, has_aux: bool = False
@@ -80,7 +88,7 @@ def grad_and_value(
     return _of_scalar(func, argnums, has_aux, "grad_and_value", lambda out, grads: (grads, out))
 
 
-@by_arguments
+@dispatches_on_arguments
 @told
 def value_and_grad(
     func: Callable[P, R], argnums: Argnums = 0, has_aux: bool = False
@@ -122,7 +130,7 @@ def _of_scalar(
     return told(transformed, like=func)
 
 
-@by_primals
+@dispatches_on_primals
 @told
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """The output of a function, and its pullback: :func:`torch.func.vjp`.
@@ -156,7 +164,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     return (output, pullback, aux) if has_aux else (output, pullback)
 
 
-@by_primals
+@dispatches_on_primals
 def jvp(
     func: Callable[..., Any],
     primals: Any,
@@ -177,7 +185,7 @@ def jvp(
         return made_inside(of_torch(primals, tangents))
 
 
-@by_primals
+@dispatches_on_primals
 @told
 def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R]]:
     """The value of a function, and its Jacobian-vector product at that point, for many tangents.
@@ -205,8 +213,8 @@ def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R
         Townsend, *A new trick for calculating Jacobian vector products*, 2017: the transpose of a
         transpose is the map itself.
     """
-    parted = functools.partial(tree.parted, belongs=validate.has_derivatives)
-    values, pullback, others = vjp(lambda *args: parted(func(*args)), *primals, has_aux=True)
+    partition = functools.partial(tree.partition, belongs=validate.has_derivatives)
+    values, pullback, others = vjp(lambda *args: partition(func(*args)), *primals, has_aux=True)
     constants = tree.map_(
         lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, others
     )
@@ -224,6 +232,6 @@ def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R
                 raise RuntimeError(f"linearize: {said} of the corresponding primal")
         # What maps cotangents to gradients is linear: zeros are as good a point as any.
         zeros = [torch.zeros(shape, dtype=dtype, device=on) for shape, dtype, on in layouts]
-        return tree.joined(vjp(pullback, zeros)[1](tangents)[0], constants)
+        return tree.combine(vjp(pullback, zeros)[1](tangents)[0], constants)
 
-    return tree.joined(values, others), linear
+    return tree.combine(values, others), linear

@@ -15,14 +15,22 @@ from torch import Tensor
 from torch.func import vmap
 
 from functx import _remat, _torch
-from functx._core import Argnums, Randomness, by_arguments, norm_derivatives, told, tree, validate
+from functx._core import (
+    Argnums,
+    Randomness,
+    dispatches_on_arguments,
+    norm_derivatives,
+    told,
+    tree,
+    validate,
+)
 from functx._remat import sharding
 from functx._transforms.reverse_mode import Pullback, record, ways_out
 
 P = ParamSpec("P")
 
 
-@by_arguments
+@dispatches_on_arguments
 @told
 def jacrev(
     func: Callable[P, Any],
@@ -115,7 +123,7 @@ def _rows(
     return parts[0] if len(parts) == 1 else [torch.cat(rows) for rows in zip(*parts)]
 
 
-@by_arguments
+@dispatches_on_arguments
 def jacfwd(
     func: Callable[P, Any],
     argnums: Argnums = 0,
@@ -137,10 +145,10 @@ def jacfwd(
         with ways_out(), norm_derivatives.around(args), _torch.RequiresGradAllowed():
             return of_torch(*args)
 
-    return _remat.by_primals(transformed, "jacfwd")
+    return _remat.reported(transformed, "jacfwd")
 
 
-@by_arguments
+@dispatches_on_arguments
 @told
 def hessian(func: Callable[P, Any], argnums: Argnums = 0) -> Callable[P, Any]:
     """The Hessian of a function, forward over reverse: ``jacfwd(jacrev(func))``.

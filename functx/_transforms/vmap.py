@@ -9,14 +9,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from functx import _remat, _torch
-from functx._core import Randomness, by_arguments
+from functx._core import Randomness, dispatches_on_arguments
 from functx._torch.process_patches import use_mapped_masks
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@by_arguments
+@dispatches_on_arguments
 def vmap(
     func: Callable[P, R],
     in_dims: Any = 0,
@@ -36,4 +36,4 @@ def vmap(
         with _torch.RequiresGradAllowed():
             return of_torch(*args, **kwargs)
 
-    return _remat.by_primals(mapped, "vmap")
+    return _remat.reported(mapped, "vmap")

@@ -268,7 +268,9 @@ def _flat_dims(
     flat: list[int | None] = []
     for position, (dims, arg) in enumerate(zip(in_dims, args)):
         try:
-            flat += tree.spread(dims, arg, None if position in shared else _is_mapped_whole)
+            flat += tree.broadcast_prefix(
+                dims, arg, None if position in shared else _is_mapped_whole
+            )
         except ValueError as error:
             raise ValueError(f"{api}: in_dims of argument {position}: {error}") from None
     if wrong := [dim for dim in flat if dim is not None and type(dim) is not int]:

@@ -35,7 +35,7 @@ def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Grou
     pack: Callable[[list[Any]], Any]
     try:
         if groups is not None:
-            labels = tree.spread(groups, differentiated)
+            labels = tree.broadcast_prefix(groups, differentiated)
             names = list(dict.fromkeys(labels))
             if bad := [*filter(callable, names)]:
                 raise TypeError(f"{api}: groups must be a pytree of labels, got {describe(bad[0])}")
@@ -43,7 +43,7 @@ def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Grou
             pack, thresholds = lambda each: dict(zip(names, each)), [max_norm] * len(names)
         else:
             thresholds, spec = tree.flatten(max_norm)
-            of_leaf = tree.spread_numbers(max_norm, differentiated)
+            of_leaf = tree.broadcast_prefix_numbers(max_norm, differentiated)
             pack = functools.partial(tree.unflatten, spec)
     except ValueError as error:
         name = "max_norm" if groups is None else "groups"
