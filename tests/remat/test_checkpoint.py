@@ -56,7 +56,7 @@ def test_parameters_get_gradients_where_no_argument_requires_one(reentrant):
         ({"context_fn": lambda: None}, TypeError, "two context"),
         ({"context_fn": lambda: (contextlib.nullcontext(),) * 3}, TypeError, "two context"),
         ({"context_fn": contextlib.nullcontext}, TypeError, "two context"),
-        ({"preserve_rng_state": "no"}, ValueError, "preserve_rng"),
+        ({"preserve_rng_state": "no"}, ValueError, "^checkpoint: preserve_rng"),
         ({"function": 3}, TypeError, "callable"),
         ({"respect_saved_tensors_hooks": True}, ValueError, "offload"),
         # As torch's.
