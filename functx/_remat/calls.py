@@ -10,6 +10,7 @@ call of a log is "return", which is given the results.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,7 @@ _SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
 SEQUENCE_READERS = {Tensor.__getitem__, Tensor.__setitem__, Tensor.new}
 SEQUENCE_READERS |= {getattr(torch, f"sparse_{layout}_tensor") for layout in _SPARSE}
 READ = READERS | SPLITS | SEQUENCE_READERS
-_SMALL = 1 << 12  # bytes of an array that are compared; of larger ones shape and dtype are
+_SMALL = 1 << 12  # bytes of an array whose values are kept; larger ones are compared by a hash
 
 
 class Call:
@@ -136,8 +137,7 @@ def listed(a: Any, given: list[Any], place: Callable[..., Any]) -> Any:
         given.append(("slice",))
         parts = [listed(x, given, place) for x in (a.start, a.stop, a.step)]
         return slice(*parts) if any(isinstance(p, Tensor) for p in parts) else a
-    # Of a function, a generator or an object its class alone:
-    given.append(_array(a) if kind.__module__ == "numpy" else (kind,))
+    given.append(_array(a) if kind.__module__ == "numpy" else _value(a))
     return a
 
 
@@ -153,12 +153,42 @@ def sequence_like(kind: Any, new: list[Any]) -> Any:
     return tuple.__new__(kind, new)  # a named tuple
 
 
+# How a plain value is taken out of an instance of a derived class, without calling that class.
+_PLAIN_VALUE: dict[type, Callable[..., Any]] = {
+    int: int.__pos__,
+    float: float.__pos__,
+    complex: complex.__pos__,
+    str: str.__str__,
+}
+
+
+def _value(a: Any) -> Any:
+    """An argument that is no tensor, container or plain value, as far as it is compared.
+
+    Enum members, ranges, and subclasses of numbers and strings are compared by value. Of a
+    function, a generator or any other object only the class is.
+    """
+    kind = type(a)
+    if issubclass(kind, (range, enum.Enum)):
+        return kind, a
+    for base, plain in _PLAIN_VALUE.items():
+        if issubclass(kind, base):
+            return kind, plain(a)
+    return (kind,)
+
+
 def _array(a: Any) -> Any:
-    """An array or number of NumPy's, as far as it is compared."""
+    """An array or number of NumPy's, as far as it is compared.
+
+    A small array is kept as a list, so that a message can show it. A large one is compared by a
+    hash of its bytes. Of an array of Python objects only shape and dtype are compared.
+    """
     if not hasattr(a, "tobytes"):
         return (type(a),)
-    if a.nbytes > _SMALL or a.dtype.hasobject:
+    if a.dtype.hasobject:
         return a.shape, str(a.dtype)
+    if a.nbytes > _SMALL:
+        return a.shape, str(a.dtype), f"values of hash {hash(a.tobytes())}"
     return a.shape, str(a.dtype), a.tolist()
 
 

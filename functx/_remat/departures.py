@@ -35,7 +35,10 @@ def described(call: Call | None) -> str:
 
 def _argument(number: Any) -> str:
     if type(number) is tuple:
-        said = repr(number[0] if len(number) == 1 else number)
+        is_value = len(number) == 2 and isinstance(
+            number[0], type
+        )  # of a derived class, or a range
+        said = repr(number[-1] if len(number) == 1 or is_value else number)
         return said if len(said) < 80 else f"{said[:77]}..."
     if number < 0:
         return f"input {-1 - number}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
@@ -46,6 +47,7 @@ class Forward:
         in_graph = _torch.tracing() and not self.traces
         if (options.preserve_rng_state or self.traces) and not in_graph:
             region.draws = Draws(python=options.preserve_rng_state == "all")
+            region.draws.note_default(tensors)
         record = self.record = Record(region.draws, in_graph)
         inputs = self.inputs = Inputs(region.frames)
         if self.traces:
@@ -61,14 +63,22 @@ class Forward:
         record.writes = self.writes_of(inputs, captures.made, region.title)
         captures.begin()
         _torch.push_function_mode(captures)
-        results = captures.finish(body(*inputs.standins))
+        mode = torch.is_grad_enabled()
+        out = body(*inputs.standins)
+        # A region may return with grad mode switched off, as any function may. What it has computed
+        # keeps its history, so the engine goes on in the mode in which the region was called.
+        left = torch.is_grad_enabled()
+        if left is not mode:
+            _torch.set_grad_enabled(mode)
+        results = captures.finish(out)
+        del out
         _torch.pop_function_mode()
         captures.end()
         if record.names and options.policy is not None:
             warn_of_unlisted_names(options.policy, record.names, region.title)
         results, places = _deduplicated(results)
         region.results = [places.index(i) for i in range(len(results))]
-        if region.draws is not None and region.draws.before:
+        if region.draws is not None:
             region.draws.end()
         if not region.frames and any(t.requires_grad for t in results):
             inputs.lowest = 0  # if only a leaf is differentiated that no mode has seen
@@ -78,6 +88,8 @@ class Forward:
             results, further = self._finish(results)
         if call is not None:
             call.inner = captures.calls, captures.plan
+        if left is not mode:
+            _torch.set_grad_enabled(left)
         return [results[i] for i in places], further
 
     def _finish(self, results: list[Tensor]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:

@@ -1,7 +1,10 @@
 """Random numbers, replayed as they were drawn (rule 1).
 
-A generator's state is noted before the first draw that a region makes from it. A replay puts all of
-them back before it begins, since regions inside of it note theirs; and afterwards what it found.
+The states of the default generators are noted at the entry of a region and compared at its exit.
+So it does not matter what draws from them: an operator, a kernel of an extension, compiled code.
+The state of any other generator is noted before the first draw that the region makes from it. A
+replay puts all of them back before it begins, since regions inside of it note theirs; and
+afterwards what it found.
 
 NOTE [one replay at a time]
 Replays in several threads take turns, since they set the same generators. One inside of another,
@@ -52,15 +55,33 @@ class Draws:
 
     def note(self, generator: torch.Generator) -> None:
         """A draw is about to be made."""
-        if generator not in self.before:
+        # (By address: a dispatch mode is given another Python object of the same generator.)
+        if all(generator._cdata != known._cdata for known in self.before):  # type: ignore[attr-defined]
             self.before[generator] = generator.get_state()
+
+    def note_default(self, tensors: list[Tensor]) -> None:
+        """A region begins: note the default generators of the devices in use."""
+        self.note(torch.default_generator)
+        if torch.cuda.is_initialized():
+            indices = {t.device.index for t in tensors if t.is_cuda} | {torch.cuda.current_device()}
+            for index in sorted(indices):
+                self.note(torch.cuda.default_generators[index])
+
+    def states(self) -> list[bytes]:
+        """The states of the generators that have been noted, as they are now."""
+        return [_bytes(g.get_state()) for g in self.before]
 
     def __bool__(self) -> bool:
         return bool(self.before) or self.python is not None
 
     def end(self) -> None:
-        """The region has run."""
-        self.after = {g: g.get_state() for g in self.before}
+        """The region has run: forget the generators from which it has not drawn."""
+        for g, before in [*self.before.items()]:
+            after = g.get_state()
+            if _bytes(after) == _bytes(before):
+                del self.before[g]
+            else:
+                self.after[g] = after
 
 
 class Restored:

@@ -175,10 +175,13 @@ class Record(Ledger):
                 kind = kind if kind is DRAWN else ALWAYS
         if written and self.saver is not None:
             self.saver.about_to_write(written)
+        before = self.draws.states() if operator.is_foreign and self.draws is not None else None
         out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         if kind is VIEW:
             self.entries.append(Entry(operator.overload, VIEW))
             return out
+        if before is not None and before != self.draws.states():  # type: ignore[union-attr]
+            kind, self.touched = ALWAYS, True  # it has drawn: a replay must run it
         self._note(operator, kind, touched, written, out)
         if self.saver is not None:
             self.saver.judge(len(self.entries) - 1, self.entries[-1], args, kwargs or {}, out)

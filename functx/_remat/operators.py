@@ -33,6 +33,14 @@ _BLANK = "aten.empty", "aten.zeros", "aten.new_empty", "aten.new_zeros"
 _RUNNING, _TRAINING = (3, 4), 5  # which arguments of batch norms
 
 
+# Operators of other namespaces are extensions'.
+_NAMESPACES_OF_TORCH = {
+    *("aten", "prims", "prim", "profiler", "functx", "quantized", "mkldnn", "mkl", "onednn"),
+    *("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp", "symm_mem"),
+    *("inductor", "inductor_prims", "rngprims", "higher_order"),
+}
+
+
 class Operator:
     """An overload, as the ledger sees it."""
 
@@ -41,6 +49,7 @@ class Operator:
         self.kind = ALWAYS
         self.call = _torch.ANSWERS.get(overload) or getattr(overload, "_op", overload)  # in C
         self.draws = False  # random numbers
+        self.is_foreign = False  # an extension's: it may draw without saying so
         self.dropout = -1  # where the argument is that says how much is dropped: 0 draws nothing
         self.reads = overload not in _SHAPE_ONLY
         self.writes: tuple[int, ...] = ()  # which arguments
@@ -49,6 +58,7 @@ class Operator:
         if (schema := getattr(overload, "_schema", None)) is None:  # a higher-order operator
             return
         self.draws = torch.Tag.nondeterministic_seeded in overload.tags
+        self.is_foreign = overload.namespace not in _NAMESPACES_OF_TORCH
         names = [a.name for a in schema.arguments]
         self.dropout = names.index("dropout_p") if "dropout_p" in names else -1
         self.writes = tuple(i for i, a in enumerate(schema.arguments) if a.is_write)

@@ -225,7 +225,12 @@ def _body(
     if region.draws or region.ran.left_out == 0 or _torch.dispatch_depth():
         replayer.watch_now()
     _torch.push_function_mode(replayer)
-    results = replayer.finish(region.body(*standins[: region.n_args]))
+    mode = torch.is_grad_enabled()
+    out = region.body(*standins[: region.n_args])
+    if torch.is_grad_enabled() is not mode:  # as in the forward
+        _torch.set_grad_enabled(mode)
+    results = replayer.finish(out)
+    del out
     _torch.pop_function_mode()
     if replayer.watching and _torch.pop_dispatch_mode(None) is not rerun:
         raise AssertionError("functx: a dispatch mode was left behind")

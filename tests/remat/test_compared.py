@@ -1,5 +1,6 @@
 """Rule 3: departures of a replay, and inputs written to since, are errors that say where."""
 
+import enum
 import re
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -41,6 +42,24 @@ def one_of_two_results(a, b):
     return pick(s, c).exp()
 
 
+class Axis(enum.IntEnum):
+    FIRST = 0
+    LAST = -1
+
+
+class Approximation(enum.StrEnum):
+    NONE = "none"
+    TANH = "tanh"
+
+
+class Count(int):
+    """A number of a class of its own, as libraries of units and configurations have them."""
+
+
+class Rate(float):
+    """As `Count`."""
+
+
 class Case(NamedTuple):
     f: Any  # of two vectors
     call: str  # a regular expression for the name of the call that departs
@@ -61,6 +80,34 @@ NUMBERS = {
     "in a list of indices": Case(lambda a, b: a[[0, pick(1, 2)]].sin(), "getitem", ("1", "2")),
     "in a small array": Case(
         lambda a, b: a[np.array([0, pick(1, 2)])].sin(), "getitem", ("1", "2")
+    ),
+    "in a large array": Case(
+        lambda a, b: (a.repeat(400)[np.full(1000, pick(1, 2))]).sin(), "getitem", ("hash", "hash")
+    ),
+    "a member of an enum of integers": Case(
+        lambda a, b: torch.outer(a, b).softmax(pick(Axis.FIRST, Axis.LAST)).sin(),
+        "softmax",
+        ("FIRST", "LAST"),
+    ),
+    "a member of an enum of strings": Case(
+        lambda a, b: F.gelu(a, approximate=pick(*Approximation)).sin(), "gelu", ("none", "tanh")
+    ),
+    "an integer of a derived class": Case(
+        lambda a, b: a.pow(pick(Count(2), Count(3))).sin(), "pow", ("2", "3")
+    ),
+    "a float of a derived class": Case(
+        lambda a, b: (a * pick(Rate(2.0), Rate(3.0))).sin(), "mul", (r"2\.0", r"3\.0")
+    ),
+    "a range": Case(
+        lambda a, b: a[pick(range(0, 2), range(1, 3))].sin(),
+        "getitem",
+        (r"range\(0, 2\)", r"range\(1, 3\)"),
+    ),
+    "of a derived class, in a slice": Case(
+        lambda a, b: a[Count(0) : pick(Count(2), Count(3))].sin(), "getitem", ("2", "3")
+    ),
+    "of a derived class, in a list": Case(
+        lambda a, b: torch.roll(a, [pick(Count(1), Count(2))], [0]).sin(), "roll", ("1", "2")
     ),
     "a dtype": Case(
         lambda a, b: a.to(pick(torch.float32, torch.bfloat16)).sin(),
@@ -116,13 +163,13 @@ OPERANDS = {
 ALL = NUMBERS | SEQUENCES | OPERANDS
 
 
-def differentiate(stack, f, **options):
+def differentiate(stack, f, changes=True, **options):
     """Of a region that is run again when `NOW` has changed."""
 
     def loss(a):
         NOW.second = False
         y = functx.remat(f, **options)(a, a.cos())
-        NOW.second = True
+        NOW.second = changes
         return y.sum()
 
     return STACKS[stack](loss, X)
@@ -143,6 +190,16 @@ def check_message(message, case):
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_departure_raises(name):
+    with pytest.raises(functx.ReplayError) as caught:
+        differentiate("backward", ALL[name].f)
+    check_message(str(caught.value), ALL[name])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_departure_from_a_later_run_raises(name):
+    """The first run of a region is recorded, later ones follow it."""
+    for _ in range(2):
+        differentiate("backward", ALL[name].f, changes=False)
     with pytest.raises(functx.ReplayError) as caught:
         differentiate("backward", ALL[name].f)
     check_message(str(caught.value), ALL[name])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import judged_by
 from torch.nn.functional import dropout
+from torch.utils import _pytree as pytree
 
 import functx
 
@@ -301,3 +302,57 @@ class TestPreserveRngState:
     def test_otherwise_a_number_drawn_from_them_departs(self, draw, preserve):
         with pytest.raises(functx.ReplayError):
             self.gradient(lambda x: (x * draw()).sin(), preserve_rng_state=preserve)
+
+
+class TestGradModeThatARegionLeaves:
+    """A function may return with grad mode switched off, or on: rule 4 loses no gradient of it."""
+
+    def off(x):
+        y = x.sin() * x
+        torch.set_grad_enabled(False)
+        return y
+
+    def off_and_a_constant(x):
+        y = x.exp()
+        torch.set_grad_enabled(False)
+        return y, y * 2
+
+    def within_a_region(x):
+        y = functx.remat(TestGradModeThatARegionLeaves.off)(x.sin())
+        torch.set_grad_enabled(True)
+        return y.exp()
+
+    LEAVING = (off, off_and_a_constant)
+
+    @pytest.fixture(autouse=True)
+    def _on(self):
+        yield
+        torch.set_grad_enabled(True)
+
+    @pytest.mark.parametrize("f", LEAVING, ids=lambda f: f.__name__)
+    def test_is_left_as_without_remat_and_results_keep_their_history(self, f):
+        for _ in range(3):
+            x = X.clone().requires_grad_()
+            found, expected = [], []
+            for remat, into in ((functx.remat, found), (identity, expected)):
+                out = pytree.tree_leaves(remat(f)(x))
+                into += [torch.is_grad_enabled(), [t.requires_grad for t in out]]
+                torch.set_grad_enabled(True)
+                into.append(torch.autograd.grad(out[0].sum(), x)[0])
+                assert torch.is_grad_enabled()
+            assert found[:2] == expected[:2]
+            assert torch.equal(found[2], expected[2])
+
+    @pytest.mark.parametrize("stack", ["backward", "double backward", "grad", "vmap(grad)"])
+    @pytest.mark.parametrize("f", [*LEAVING, within_a_region], ids=lambda f: f.__name__)
+    def test_under_transforms(self, f, stack):
+        def loss(remat):
+            def of(x):
+                y = remat(f)(x)
+                torch.set_grad_enabled(True)
+                return pytree.tree_leaves(y)[0].sum()
+
+            return of
+
+        for _ in range(2):
+            same(STACKS[stack](loss(functx.remat), X), STACKS[stack](loss(identity), X))
