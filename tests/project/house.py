@@ -122,7 +122,7 @@ WINGS = {
         1_564,
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
-    "per_sample": (("functx.per_sample",), 2_640),
+    "per_sample": (("functx.per_sample",), 2_680),
     "jit, graph": (("functx._jit", "functx.graph"), 1_420),
     "private torch": (("functx._torch",), 781),
     "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_360),
