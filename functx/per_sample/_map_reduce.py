@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,9 +126,45 @@ def jacobian(
         raise ValueError(f"{api}: mode must be 'reverse' or 'forward', got {mode!r}")
     chunks = Chunks(api, chunk_size, budget, randomness)
     function = BatchedFunction(func, argnums, in_dims, chunks, outputs=True)
-    transform: Any = jacrev if mode == "reverse" else jacfwd
+    transform: Any = jacrev if mode == "reverse" else _jacfwd
     of_one = transform(function.func, argnums, has_aux=has_aux)
     return function.over_batch(lambda batch: Reduction(of_one, randomness))
+
+
+def _jacfwd(func: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Callable[..., Any]:
+    """`jacfwd` that gives torch the leaves of the differentiated arguments one by one.
+
+    torch rebuilds the classes of arguments and of aux with numbers, which these may refuse.
+    """
+
+    def of_one(*args: Any, **kwargs: Any) -> Any:
+        positions = _validate.resolve_argnums(argnums, len(args), "jacfwd")
+        _validate.check_inputs(args, positions, "jacfwd(f)(*args)")
+        trees = [_tree.flatten(args[position]) for position in positions]
+        structures: list[_tree.TreeSpec] = []
+
+        def rebuilt(each: Sequence[Any]) -> list[Any]:
+            it = iter(each)
+            return [_tree.unflatten(spec, itertools.islice(it, len(own))) for own, spec in trees]
+
+        def of_leaves(*leaves: torch.Tensor) -> Any:
+            given = dict(enumerate(args)) | dict(zip(positions, rebuilt(leaves)))
+            output, aux = func(*given.values(), **kwargs), None
+            if has_aux:
+                output, aux = _validate.split_aux(output, "jacfwd")
+            parts = [_tree.flatten(part) for part in (output, aux)]
+            structures[:] = [spec for _, spec in parts]
+            return (parts[0][0], parts[1][0]) if has_aux else parts[0][0]
+
+        leaves = [leaf for own, _ in trees for leaf in own]
+        found: Any = jacfwd(of_leaves, tuple(range(len(leaves))), has_aux)(*leaves)
+        rows, aux = found if has_aux else (found, [])
+        parts = [rebuilt(row) for row in rows]
+        one = isinstance(argnums, int)
+        jacobian = _tree.unflatten(structures[0], [p[0] if one else tuple(p) for p in parts])
+        return (jacobian, _tree.unflatten(structures[1], aux)) if has_aux else jacobian
+
+    return of_one
 
 
 class _Reduced(Reduction):

@@ -139,9 +139,12 @@ def gram(params, batch, **options):
 
 
 def jacobian(params, batch, **options):
-    found = per_sample.jacobian(loss, **options)(params, batch)
-    assert type(found) is type(params)
-    same(flat(found), EACH)
+    for mode in ("reverse", "forward"):
+        found = per_sample.jacobian(loss, mode=mode, **options)(params, batch)
+        assert type(found) is type(params)
+        same(flat(found), EACH)
+        found, _ = per_sample.jacobian(with_aux, mode=mode, has_aux=True, **options)(params, batch)
+        same(flat(found), EACH)
 
 
 def map_reduce(params, batch, **options):
