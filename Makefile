@@ -55,7 +55,7 @@ bench: $(VENV)/privacy  ## run the demo and every bench, and write their figures
 lint: $(VENV)/linters forms  ## ruff, formatting, layers, and types of the wheel that users install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	rm -rf build
+	rm -rf build/lib build/wheel build/lint
 	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
 	$(PIP) install --no-deps --target build/lint build/wheel/*.whl
 	cd build/lint && PYTHONPATH=. ../../$(VENV)/bin/lint-imports ../../pyproject.toml

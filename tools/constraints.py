@@ -1,6 +1,6 @@
 """Prints the constraints of an environment: ``python tools/constraints.py NAME``.
 
-``pinned`` is constraints.txt as it is. The other names change the lines of torch and JAX in it:
+``pinned`` gives constraints.txt unchanged. The other names change the lines of torch and JAX in it:
 ``oldest`` takes the lower bounds of pyproject.toml, ``newest`` leaves both open, and a version
 number is a version of torch, with JAX as pinned. It needs nothing but the standard library, because
 it runs before anything is installed.
