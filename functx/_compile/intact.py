@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from functx import _torch
-from functx._core import TracingError, is_internal
+from functx._core import TracingError, is_internal, is_of
 
 _MISSING: Any = object()
 _ATTRIBUTES: Any = Tensor  # which are descriptors, and for type checkers what they give
@@ -180,7 +180,7 @@ class KeptByModules:
         self._reaches = reaches
         self._before: list[tuple[Any, Any]] = []
         for module in held:
-            if isinstance(module, nn.Module):
+            if is_of(module, nn.Module):  # (isinstance would load a lazy module)
                 inside = vars(module)
                 others = [x for x in inside.values() if type(x) in (dict, OrderedDict, list)]
                 self._before += [(x, x.copy()) for x in (inside, *others)]
@@ -205,7 +205,7 @@ class KeptByModules:
                     container[name] = own
 
     def _are_traced(self, objects: Iterable[Any]) -> bool:
-        new = [x for x in objects if not isinstance(x, (int, float, str, type(None)))]
+        new = [x for x in objects if not is_of(x, (int, float, str, type(None)))]
         return bool(new) and any(map(is_traced, self._reaches(new)))
 
 

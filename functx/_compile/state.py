@@ -109,7 +109,7 @@ def _inside(x: Any) -> Sequence[Any] | None:
         return None
     # The hooks of a module lead to FSDP's state, and from there to the parameters of all other
     # modules. As inputs of the graph these would get their gradients after FSDP has reduced them.
-    if kind.__module__.startswith("torch.distributed.") and not isinstance(x, torch.nn.Module):
+    if kind.__module__.startswith("torch.distributed.") and not is_of(x, torch.nn.Module):
         return None
     # No hooks; nor the parameters that a recurrent layer notes, anew at each call.
     try:

@@ -63,7 +63,9 @@ def users_line(error: BaseException | None = None) -> tuple[str, int, str] | Non
                 return found.filename, found.lineno or 0, found.name
         return None
     place = where()
-    return None if is_internal(place[0].co_filename) else line_of(place)
+    if is_internal(place[0].co_filename):
+        return None
+    return *line_of(place)[:2], place[0].co_name
 
 
 def line_now(error: BaseException | None = None) -> str:

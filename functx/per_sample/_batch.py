@@ -33,6 +33,7 @@ class ChunkedCall:
     api: str = "per_sample"
     module: torch.nn.Module | None = None  # whose parameters are differentiated
     plain_embeddings: bool = False  # whether chunks need `PlainEmbeddings`
+    has_several_batches: bool = False  # whether an iterator of batches was given
     carried: CarriedState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,7 +133,8 @@ class Batch:
             leaves = self._each(lambda leaf, dim: _part(leaf, dim, 0))
             forbidden = _FORBIDDEN if randomness == "error" else None
             with _allowed(randomness):
-                result = self.call.carried.run(example, leaves, self.dims, forbidden)
+                is_only = self.whole[1] == 1 and not self.call.has_several_batches
+                result = self.call.carried.run(example, leaves, self.dims, forbidden, is_only)
             if wrong := [leaf for leaf in result if not isinstance(leaf, torch.Tensor)]:
                 raise ValueError(
                     f"per_sample: expected a function that returns tensors, got "

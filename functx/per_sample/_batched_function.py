@@ -125,7 +125,7 @@ class BatchedFunction:
         reduction: Reduction | None = None
         kept, total, seen = None, 0, 0
         special = self._module is not None and has_special_embeddings(self._module)
-        call = ChunkedCall(self.api, self._module, special)
+        call = ChunkedCall(self.api, self._module, special, batches is not None)
         for one in [args] if batches is None else batches:
             batch = replace(self.batch(one, kwargs), call=call)
             kept = kept_rows(is_padding, batch.size, self.api)

@@ -147,14 +147,20 @@ class CarriedState:
         leaves: list[Any],
         dims: list[Any],
         forbidden: str | None,
+        is_only: bool,
     ) -> Any:
         """Run one example alone, on the leaves of its arguments.
 
         ``dims`` is ``None`` for each leaf that all examples share. ``forbidden`` is what an error
-        says of a draw from a generator that is handed over; ``None`` if that is allowed.
+        says of a draw from a generator that is handed over; ``None`` if that is allowed. If it
+        ``is_only``, there is no further example that could read what this one leaves behind.
         """
         if self._is_over:
             return example(*leaves)
+        if is_only:
+            self._is_over = True
+            with _Watch(Marks(), forbidden):
+                return example(*leaves)
         # The example gets memory of its own: what is alive of it later was handed on. (All examples
         # share the memory of the batch, and others may hold that, too.)
         copies = [leaf if dim is None else leaf.clone() for leaf, dim in zip(leaves, dims)]

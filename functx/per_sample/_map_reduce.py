@@ -138,21 +138,21 @@ def _jacfwd(func: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Callab
     """
 
     def of_one(*args: Any, **kwargs: Any) -> Any:
-        positions = _validate.resolve_argnums(argnums, len(args), "jacfwd")
-        _validate.check_inputs(args, positions, "jacfwd(f)(*args)")
-        trees = [_tree.flatten(args[position]) for position in positions]
-        structures: list[_tree.TreeSpec] = []
+        positions = validate.resolve_argnums(argnums, len(args), "jacfwd")
+        validate.check_inputs(args, positions, "jacfwd(f)(*args)")
+        trees = [tree.flatten(args[position]) for position in positions]
+        structures: list[tree.TreeSpec] = []
 
         def rebuilt(each: Sequence[Any]) -> list[Any]:
             it = iter(each)
-            return [_tree.unflatten(spec, itertools.islice(it, len(own))) for own, spec in trees]
+            return [tree.unflatten(spec, itertools.islice(it, len(own))) for own, spec in trees]
 
         def of_leaves(*leaves: torch.Tensor) -> Any:
             given = dict(enumerate(args)) | dict(zip(positions, rebuilt(leaves)))
             output, aux = func(*given.values(), **kwargs), None
             if has_aux:
-                output, aux = _validate.split_aux(output, "jacfwd")
-            parts = [_tree.flatten(part) for part in (output, aux)]
+                output, aux = validate.split_aux(output, "jacfwd")
+            parts = [tree.flatten(part) for part in (output, aux)]
             structures[:] = [spec for _, spec in parts]
             return (parts[0][0], parts[1][0]) if has_aux else parts[0][0]
 
@@ -161,8 +161,8 @@ def _jacfwd(func: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Callab
         rows, aux = found if has_aux else (found, [])
         parts = [rebuilt(row) for row in rows]
         one = isinstance(argnums, int)
-        jacobian = _tree.unflatten(structures[0], [p[0] if one else tuple(p) for p in parts])
-        return (jacobian, _tree.unflatten(structures[1], aux)) if has_aux else jacobian
+        jacobian = tree.unflatten(structures[0], [p[0] if one else tuple(p) for p in parts])
+        return (jacobian, tree.unflatten(structures[1], aux)) if has_aux else jacobian
 
     return of_one
 

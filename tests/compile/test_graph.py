@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import functx
 from functx import checkpoint_policies as cp
-from functx.graph import Joint, remat
+from functx._compile.joint_graph import Joint
+from functx.graph import remat
 
 aten = torch.ops.aten
 WIDTH, BLOCKS = 16, 6

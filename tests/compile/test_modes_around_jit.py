@@ -1,5 +1,7 @@
 """The first call of a jitted function compiles it as any other, whatever mode is around."""
 
+import re
+
 import pytest
 import torch
 from cases import numbers
@@ -25,7 +27,8 @@ def test_residuals_of_a_jitted_function_are_what_its_pullback_keeps():
     jitted = functx.jit(model, backend="aot_eager")
     first = functx.saved_residuals(jitted, X)
     assert_same(jitted(X), model(X), eps=8)
-    assert [r[:3] for r in functx.saved_residuals(jitted, X)] == [r[:3] for r in first]
+    without_lines = lambda rs: [(r[0], re.sub(r":\d+", "", r[1]), r[2]) for r in rs]
+    assert without_lines(functx.saved_residuals(jitted, X)) == without_lines(first)
     made = sorted(r.shape for r in first if r.made)  # the compiler may reorder them
     assert made == sorted(r.shape for r in functx.saved_residuals(model, X) if r.made)
 
