@@ -1,7 +1,7 @@
 """Figures of README.md and docs/: what stands between two markers is made from a file of results.
 
 ``<!-- bench:NAME -->`` opens the table of ``bench/results/NAME.json``. Behind the name may be keys
-of columns, or their numbers, to show these alone, and ``rows:N`` for the first N rows.
+of columns, or their numbers, to show these alone, and ``rows:0,3,5`` for the rows of these numbers.
 ``<!-- file:PATH -->`` opens the text of a file in this repository. ``<!-- end -->`` closes either.
 Figures of a GPU, ``cuda/NAME``, may not have been measured: then that is what it says.
 """
@@ -16,7 +16,7 @@ from bench._common import RESULTS, Result
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_MEASURED = "Not measured yet."
-MARKERS = re.compile(r"(<!-- (bench|file):(\S+)((?: [\w:]+)*) -->)\n.*?<!-- end -->", re.DOTALL)
+MARKERS = re.compile(r"(<!-- (bench|file):(\S+)((?: [\w:,]+)*) -->)\n.*?<!-- end -->", re.DOTALL)
 
 
 def filled(text: str) -> str:
@@ -39,9 +39,8 @@ def _table(name: str, keys: list[str]) -> str:
     if name.startswith("cuda/") and not path.exists():
         return NOT_MEASURED
     result = Result.read(path)
-    first = [key for key in keys if key.startswith("rows:")]
-    for key in first:
-        result.rows = result.rows[: int(key.removeprefix("rows:"))]
+    for key in [key for key in keys if key.startswith("rows:")]:
+        result.rows = [result.rows[int(n)] for n in key.removeprefix("rows:").split(",")]
         keys.remove(key)
     if keys:
         numbered = enumerate(result.columns)
