@@ -4,6 +4,7 @@
 - `derivatives`: `grad`, `vjp`, `jvp`, `linearize` and the like.
 - `jacobians`: `jacrev`, `jacfwd`, `hessian`.
 - `vmap`: torch's, which tells an enclosing region what it is given.
+- `stateless`: `functional_call`, which leaves a module exactly as it was.
 """
 
 from functx._transforms import derivatives as derivatives
@@ -14,10 +15,10 @@ from functx._transforms.derivatives import jvp as jvp
 from functx._transforms.derivatives import linearize as linearize
 from functx._transforms.derivatives import value_and_grad as value_and_grad
 from functx._transforms.derivatives import vjp as vjp
-from functx._transforms.functional_call import functional_call as functional_call
 from functx._transforms.jacobians import hessian as hessian
 from functx._transforms.jacobians import jacfwd as jacfwd
 from functx._transforms.jacobians import jacrev as jacrev
 from functx._transforms.reverse_mode import Pullback as Pullback
 from functx._transforms.reverse_mode import record as record
+from functx._transforms.stateless import functional_call as functional_call
 from functx._transforms.vmap import vmap as vmap
