@@ -3,7 +3,8 @@
 A call is traced once for each signature (`jit`) into a plain graph (`tracing`) and compiled
 (`backends`). Tensors that it reads in addition to its arguments (`state`) are inputs of the graph.
 Autograd and the transforms around it see one operation, whose gradients are compiled as well
-(`operation`). `joint_graph` puts recompute into graphs that others have traced.
+(`operation`). A trace leaves no tensor without values in a user's module (`intact`).
+`joint_graph` puts recompute into graphs that others have traced.
 """
 
 from functx._compile.backends import noticed as noticed

@@ -4,6 +4,7 @@
 - `validate`: checks of arguments, with the messages that users see.
 - `errors`: `RematError`, `ReplayError`, `TracingError`, `LoweringError`.
 - `source_location`: the line of the user's code that is running.
+- `objects`: reads containers and objects of users without running their code.
 - `closures`: what a function's code reads by name.
 - `backend_dispatch`: JAX arrays go to JAX, torch tensors to functx.
 - `memory_tracker`: follows each storage from the operation that made it to its death.
