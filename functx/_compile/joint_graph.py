@@ -32,7 +32,7 @@ from functx._compile.backends import noticed
 from functx._compile.tracing import base_of, written_by
 from functx._core import checked_budget, tree
 from functx._policies import Decision, Value, flops_of, is_dot
-from functx._policies import policy as _save_policies
+from functx._policies import policy as policies
 from functx._remat import operator_of
 from functx._torch import graphs
 
@@ -222,7 +222,7 @@ def _asked(policy: Any) -> Callable[[fx.Node], bool]:
     """Whether a region keeps what a node gives."""
     if policy is None:
         return _is_tagged_to_save
-    asked = _save_policies.as_policy(policy)
+    asked = policies.as_policy(policy)
 
     def keeps(node: fx.Node) -> bool:
         names = frozenset(node.meta.get("custom", {}).get("functx_names", ()))

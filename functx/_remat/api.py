@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 from torch import nn
 
 from functx._core import validate
-from functx._policies import policy as _save_policies
+from functx._policies import policy as policies
 from functx._remat.call import run
 from functx._remat.cells import Wrapper
 from functx._remat.module import remat_module
@@ -144,11 +144,11 @@ def checked_options(
         if policy is not None:
             raise ValueError(f"{caller}: a budget chooses what to keep; don't give a policy too.")
         budget = validate.checked_budget(budget, caller)
-    policy = _save_policies.as_policy(policy)
-    if policy == _save_policies.Everything(False):
+    policy = policies.as_policy(policy)
+    if policy == policies.Everything(False):
         policy = None
     plans = None if budget is None else Plans()
-    contexts = _save_policies.as_contexts(policy) if budget is None else None
+    contexts = policies.as_contexts(policy) if budget is None else None
     return replace(options, policy=policy, contexts=contexts, budget=budget, plans=plans)
 
 
