@@ -129,6 +129,7 @@ def test_counts_of_models_in_jax_are_those_of_the_sweep():
 
 def test_every_page_runs():
     runs = {*QUICK, *LONG, *SHOWING, "insight", "recipes"}
+    runs |= {"distributed"}  # on several processes and devices, in tests/devices
     has_code = {path.stem for path in pages.DOCS.rglob("*.md") if pages.blocks(path.read_text())}
     assert has_code - runs == {"architecture"}  # whose block is the head of a rule
 
