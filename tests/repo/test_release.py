@@ -19,13 +19,14 @@ from . import house, pages
 PROJECT = tomllib.loads((house.ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 WORKFLOWS = sorted((house.ROOT / ".github" / "workflows").glob("*.yml"))
+MADE = (".git", "PKG-INFO", "setup.cfg")  # the last two by setuptools, in an sdist
 IGNORED = [line.strip("/") for line in (house.ROOT / ".gitignore").read_text().splitlines()]
 
 
 def top_level():
     """Entries at the top of this repository, or of an sdist, except those that are made there."""
     for path in sorted(house.ROOT.iterdir()):
-        if path.name != ".git" and not any(fnmatch(path.name, name) for name in IGNORED):
+        if path.name not in MADE and not any(fnmatch(path.name, name) for name in IGNORED):
             yield path
 
 
@@ -33,7 +34,9 @@ def own_texts():
     """The files that can be read as text."""
     for top in top_level():
         for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
-            if path.is_file() and path.suffix not in (".pyc", ".png"):
+            # (Caches of tools hold whatever the tools have read.)
+            is_cache = any(part.endswith("_cache") for part in path.parts)
+            if path.is_file() and path.suffix not in (".pyc", ".png") and not is_cache:
                 yield path
 
 
@@ -141,7 +144,7 @@ def test_the_manifest_names_what_exists_and_all_of_it():
         if command in ("graft", "include"):
             named |= set(names.split())
     assert [name for name in named if not (house.ROOT / name).exists()] == []
-    by_itself = {"README.md", "LICENSE", "pyproject.toml", "MANIFEST.in", "PKG-INFO", "setup.cfg"}
+    by_itself = {"README.md", "LICENSE", "pyproject.toml", "MANIFEST.in"}
     assert {path.name for path in top_level()} - by_itself == named
 
 
