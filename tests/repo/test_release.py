@@ -30,13 +30,13 @@ def top_level():
             yield path
 
 
-def own_texts():
-    """The files that can be read as text."""
+def own_files():
+    """The files of these entries."""
     for top in top_level():
         for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
             # (Caches of tools hold whatever the tools have read.)
-            is_cache = any(part.endswith("_cache") for part in path.parts)
-            if path.is_file() and path.suffix not in (".pyc", ".png") and not is_cache:
+            is_cached = any(part.endswith(("_cache", "__pycache__")) for part in path.parts)
+            if path.is_file() and not is_cached:
                 yield path
 
 
@@ -67,8 +67,8 @@ def test_each_release_says_what_to_change_in_your_code():
 
 def test_nothing_but_pyproject_names_the_address_of_the_repository():
     (address,) = PROJECT["project"]["urls"].values()
-    place = address.partition("://")[2]
-    naming = [path.name for path in own_texts() if place in path.read_text()]
+    place = address.partition("://")[2].encode()
+    naming = [path.name for path in own_files() if place in path.read_bytes()]
     assert naming == ["pyproject.toml"]
 
 
@@ -168,6 +168,9 @@ JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.models.test_c" name="test_four"><skipped
  message="could not import 'flax.linen': No module named 'flax'"/></testcase>
 <testcase classname="tests.models.test_c" name="test_five"><error message="no fixture"/></testcase>
+<testcase classname="" name="tests.compat.test_e"><skipped message="collection skipped"
+ >('test_e.py', 9, "Skipped: could not import 'equinox': No module named 'equinox'")</skipped>
+</testcase>
 <testcase classname="tests.transforms.test_d" name="test_six"><skipped message="torch has no ..."/>
 </testcase></testsuite></testsuites>"""
 
@@ -179,7 +182,8 @@ def test_a_record_counts_what_passed_and_says_why_something_did_not(tmp_path):
     assert record["passed"] == {"compat": 1, "models": 0, "remat": 1, "transforms": 0}
     failed = ["tests.models.test_c::test_five", "tests.remat.test_a::test_two[x]"]
     assert record["failed"] == failed
-    assert record["skipped"] == {"flax.linen is not installed": 1, "torch has no ...": 1}
+    reasons = ["equinox is not installed", "flax.linen is not installed", "torch has no ..."]
+    assert record["skipped"] == dict.fromkeys(reasons, 1)
     assert record["versions"]["torch"]
     assert "+" not in record["versions"]["torch"]
     assert f"`{failed[0]}` fails" in compatibility.tables([record])

@@ -163,7 +163,7 @@ def test_no_grad_between_levels_hides_the_inner_from_the_outer(library, mode):
     assert_same(library.grad(f)(torch.tensor(2.0)), torch.tensor(32.0))
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has no derivatives there")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has no derivatives in inference mode")
 @pytest.mark.parametrize("library", [functx, torch_func])
 @pytest.mark.parametrize("made_inside", [False, True])
 def test_a_region_is_differentiated_in_inference_mode(library, made_inside):
