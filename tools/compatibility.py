@@ -23,6 +23,9 @@ RECORDS = ROOT / "docs" / "compatibility.json"
 MARKED = re.compile(r"(<!-- matrix -->\n).*?(<!-- end -->)", re.DOTALL)
 LIBRARIES = ("torch", "jax", "transformers", "diffusers", "flax", "equinox")
 
+# The folders of tests that use the others.
+USING = ("compat", "models")
+
 
 def installed(name):
     """The version of a library without its build, such as +cpu, or None."""
@@ -95,7 +98,9 @@ def tables(records):
         row(*["---"] * len(libraries), *["---:"] * 3),
     ]
     for one in records:
+        uses = {*libraries[:2]} if one["passed"].keys().isdisjoint(USING) else {*libraries}
         versions = [one["versions"].get(name) or "-" for name in libraries]
+        versions = [version if name in uses else "-" for name, version in zip(libraries, versions)]
         counts = [sum(one[key].values()) for key in ("passed", "skipped")]
         lines.append(row(*versions, *(f"{n:,}" for n in counts), len(one["failed"])))
     lines += ["", "Tests that passed, by folder of `tests/`. A dash means that it was not run.", ""]

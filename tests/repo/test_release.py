@@ -203,6 +203,14 @@ def test_a_newer_record_takes_the_place_of_one_of_the_same_environment():
     assert compatibility.merged(records, later) == [other, new, later]
 
 
+def test_a_library_is_shown_only_where_tests_that_need_it_ran():
+    record = record_of("2.13.0", "3.11.7", 5)
+    record["versions"]["jax"] = "0.10.2"
+    assert "0.10.2" not in compatibility.tables([record])
+    record["passed"]["compat"] = 7
+    assert "| 2.13.0 | 3.11.7 | 0.10.2 |" in compatibility.tables([record])
+
+
 def test_the_page_shows_the_records():
     text = compatibility.PAGE.read_text()
     records = json.loads(compatibility.RECORDS.read_text())

@@ -32,7 +32,13 @@ _library.impl("unless", lambda x, valid: x.clone(), "CompositeExplicitAutograd")
 _asked = has_side_effect(torch.ops.functx.asked.default)  # nothing reads it
 _unless = torch.ops.functx.unless.default
 _ASKING = {
-    "torch.distributions.": ("__init__", "_validate_sample", "check"),
+    # The last one asks for the first two, since torch 2.15.
+    "torch.distributions.": (
+        "__init__",
+        "_validate_sample",
+        "check",
+        "_all_true_or_runtime_assert",
+    ),
     "torch": ("_check_tensor_all_with",),
 }
 
