@@ -161,8 +161,8 @@ class CarriedState:
             self._is_over = True
             with _Watch(Marks(), forbidden):
                 return example(*leaves)
-        # The example gets memory of its own: what is alive of it later was handed on. (All examples
-        # share the memory of the batch, and others may hold that, too.)
+        # The example runs on a copy, so that memory of it which is still alive later must have been
+        # handed on. (All examples share the memory of the batch, which other code may hold, too.)
         copies = [leaf if dim is None else leaf.clone() for leaf, dim in zip(leaves, dims)]
         if self._marks is None:
             self._marks = Marks()
