@@ -51,21 +51,26 @@ class Draws:
     def __init__(self, *, python: bool) -> None:
         self.before: dict[torch.Generator, Tensor] = {}
         self.after: dict[torch.Generator, Tensor] = {}
+        self.drawn: set[int] = set()  # those from which a call was seen to draw, by address
         self.python = _python_states() if python else None
 
     def note(self, generator: torch.Generator) -> None:
         """A draw is about to be made."""
+        self.drawn.add(generator._cdata)  # type: ignore[attr-defined]
+        self._note(generator)
+
+    def _note(self, generator: torch.Generator) -> None:
         # (By address: a dispatch mode is given another Python object of the same generator.)
         if all(generator._cdata != known._cdata for known in self.before):  # type: ignore[attr-defined]
             self.before[generator] = generator.get_state()
 
     def note_default(self, tensors: list[Tensor]) -> None:
         """A region begins: note the default generators of the devices in use."""
-        self.note(torch.default_generator)
+        self._note(torch.default_generator)
         if torch.cuda.is_initialized():
             indices = {t.device.index for t in tensors if t.is_cuda} | {torch.cuda.current_device()}
             for index in sorted(indices):
-                self.note(torch.cuda.default_generators[index])
+                self._note(torch.cuda.default_generators[index])
 
     def states(self) -> list[bytes]:
         """The states of the generators that have been noted, as they are now."""
@@ -75,10 +80,14 @@ class Draws:
         return bool(self.before) or self.python is not None
 
     def end(self) -> None:
-        """The region has run: forget the generators from which it has not drawn."""
+        """The region has run: forget the generators from which it has not drawn.
+
+        A region may put a generator back after it has drawn, as ``torch.random.fork_rng`` does. So
+        an equal state alone does not mean that nothing was drawn.
+        """
         for g, before in [*self.before.items()]:
             after = g.get_state()
-            if _bytes(after) == _bytes(before):
+            if g._cdata not in self.drawn and _bytes(after) == _bytes(before):  # type: ignore[attr-defined]
                 del self.before[g]
             else:
                 self.after[g] = after

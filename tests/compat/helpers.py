@@ -64,13 +64,3 @@ def chain(segment):
         return (x * x).sum()
 
     return net
-
-
-def apart(a, b):
-    """The distance of Kolmogorov and Smirnov."""
-    if a.shape != b.shape:
-        return 1.0
-    a, b = np.sort(a.ravel()), np.sort(b.ravel())
-    both = np.concatenate([a, b])
-    ranks = [np.searchsorted(x, both, side="right") / max(len(x), 1) for x in (a, b)]
-    return float(np.abs(ranks[0] - ranks[1]).max(initial=0))

@@ -139,6 +139,26 @@ def test_a_custom_operator_that_does_not_draw_is_left_out_where_nothing_reads_it
         assert RAN == []
 
 
+@pytest.mark.parametrize("stack", ["backward", "grad", "double backward"])
+def test_what_is_drawn_from_a_forked_generator_is_drawn_again(stack):
+    """``fork_rng`` puts the state back, so entry and exit of the region look alike."""
+
+    def forked(x):
+        with torch.random.fork_rng():
+            return later_draw(x)
+
+    def program(remat):
+        def loss(x):
+            y = remat(forked)(x).sum()
+            torch.rand(7)  # the replay finds the generator elsewhere
+            return y
+
+        return STACKS[stack](loss, X)
+
+    for _ in range(RUNS):
+        same(seeded(program, functx.remat), seeded(program, identity), stack != "double backward")
+
+
 def test_a_generator_that_a_region_does_not_touch_is_not_set_back():
     x = numbers(3).requires_grad_()
     y = functx.remat(torch.sin)(x)

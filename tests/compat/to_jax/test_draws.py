@@ -14,8 +14,7 @@ from torch.nn.functional import dropout
 import functx
 from functx._core.errors import LoweringError
 from functx.compat import to_jax
-
-from ..helpers import apart
+from tools.opinfo.to_jax import ks_distance as apart
 
 KEY = jax.random.key(3)
 X = jnp.linspace(0.1, 1.0, 64)
