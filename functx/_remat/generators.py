@@ -72,6 +72,10 @@ class Draws:
             for index in sorted(indices):
                 self._note(torch.cuda.default_generators[index])
 
+    def note_unseen(self) -> None:
+        """An operator of an extension has drawn, from one of the default generators."""
+        self.drawn |= {g._cdata for g in self.before}  # type: ignore[attr-defined]
+
     def states(self) -> list[bytes]:
         """The states of the generators that have been noted, as they are now."""
         return [_bytes(g.get_state()) for g in self.before]

@@ -182,6 +182,7 @@ class Record(Ledger):
             return out
         if before is not None and before != self.draws.states():  # type: ignore[union-attr]
             kind, self.touched = ALWAYS, True  # it has drawn: a replay must run it
+            self.draws.note_unseen()  # type: ignore[union-attr]
         self._note(operator, kind, touched, written, out)
         if self.saver is not None:
             self.saver.judge(len(self.entries) - 1, self.entries[-1], args, kwargs or {}, out)

@@ -139,13 +139,25 @@ def test_a_custom_operator_that_does_not_draw_is_left_out_where_nothing_reads_it
         assert RAN == []
 
 
-@pytest.mark.parametrize("stack", ["backward", "grad", "double backward"])
-def test_what_is_drawn_from_a_forked_generator_is_drawn_again(stack):
+def noisy_draw(x):
+    return noisy(x.exp())
+
+
+@pytest.mark.parametrize(
+    ("draw", "stack"),
+    [
+        (later_draw, "backward"),
+        (later_draw, "grad"),
+        (later_draw, "double backward"),
+        (noisy_draw, "backward"),
+    ],
+)
+def test_what_is_drawn_from_a_forked_generator_is_drawn_again(draw, stack):
     """``fork_rng`` puts the state back, so entry and exit of the region look alike."""
 
     def forked(x):
         with torch.random.fork_rng():
-            return later_draw(x)
+            return draw(x)
 
     def program(remat):
         def loss(x):
