@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from functx import _torch
 from functx._compile import State, kept_by, refused_by_torch
 from functx._core import RematError, line_now, tree
-from functx._remat import Settings, is_tracked, no_regions, sharding, unseen
+from functx._remat import Settings, is_tracked, no_regions, settings_now, sharding, unseen
 
 MOST_BLOCKS = 32  # a block for each operation up to so many; more are taken together
 _SEED = 0x5EED0FA71A1  # of the random generator while a function is recorded, and of nobody else
@@ -50,7 +50,7 @@ class RecordedCall:
     def run(self, values: dict[int, Tensor]) -> None:
         """Add what it gives to the values."""
         args, kwargs = tree.combine([values[n] for n in self.reads], self.how)
-        now = Settings()
+        now = settings_now()
         try:
             self.settings.put(now)
             with torch.set_grad_enabled(self.grad):
@@ -197,7 +197,7 @@ class Recording(TorchFunctionMode):
         out = func(*args, **kwargs)
         made = tree.partition(out)[0]
         reads, gives = [[*map(self.number, ts)] for ts in (given, made)]
-        self.operations.append(RecordedCall(func, reads, how, gives, grad, Settings()))
+        self.operations.append(RecordedCall(func, reads, how, gives, grad, settings_now()))
         for t in (*given, *made):
             self._first.setdefault(_torch.storage_address(t), at)
         for t, version in zip(given, versions):

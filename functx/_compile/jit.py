@@ -25,7 +25,7 @@ from functx._core import (
     tree,
     uncompiled,
 )
-from functx._remat import Settings, called, sharding
+from functx._remat import called, settings_now, sharding
 from functx._torch import graphs
 
 _WAY_OUT = "Give a tensor in its place, or keep it (a counter, say) out of the function's reach"
@@ -110,7 +110,7 @@ class Jitted:
         tensors, how = tree.partition((args, kwargs))
         spec, others = how
         statics = tuple(other[0] if other else None for other in others)
-        state, settings = State((self.function, *statics)), Settings()
+        state, settings = State((self.function, *statics)), settings_now()
         # The state has the items of containers, so their __hash__ and __eq__ are not called.
         hashed = (o if o is None or contents(o[0]) is None else () for o in others)
         key = (

@@ -56,6 +56,7 @@ from functx._remat.operators import operator_of as operator_of
 from functx._remat.region import Options as Options
 from functx._remat.saving import named as named
 from functx._remat.settings import Settings as Settings
+from functx._remat.settings import settings_now as settings_now
 from functx._remat.sharding import refuse_sharded as refuse_sharded
 from functx._remat.traced import batch_being_traced as batch_being_traced
 from functx._remat.traced import keep_regions as keep_regions

@@ -16,6 +16,7 @@ from functx._policies import policy as policies
 from functx._remat.call import run
 from functx._remat.cells import Wrapper
 from functx._remat.module import remat_module
+from functx._remat.script import Scripts
 from functx._remat.region import Options, Plans
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -180,7 +181,7 @@ class Rematted(Wrapper):
 
 
 def _rematted(f: Any, options: Options) -> Any:
-    options = replace(options, name=validate.name_of(f))
+    options = replace(options, name=validate.name_of(f), scripts=Scripts())
     if isinstance(f, nn.Module):
         if not validate.has_forward(f):
             raise TypeError(

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from functx import _torch
-from functx._core import backend_of, exporting, line_now, tell, tree, uncompiled
+from functx._core import backend_of, exporting, line_of, tell, tree, uncompiled, where
+from functx._core.source_location import Place
 from functx._remat import arguments, cells, departures, forward, levels, sharding
 from functx._remat.observers import observers
 from functx._remat.region import Options
+from functx._remat.script import OF_CODE, code_of
 from functx._torch import compiler
 
 
@@ -49,22 +51,12 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
             stacklevel=3,
         )
         return f(*args, **kwargs)
-    title = f"the region {options.name} ({line_now()})"
-    result: list[Any] = []  # how the forward's result is put together
-    frozen, identity = cells.frozen(f)
-    guarded = sharding.guarded(frozen)
-    tensors, call, call_again = _prepared(f, guarded, args, kwargs, options.name)
-
-    def body(*ts: Tensor) -> list[Tensor]:
-        out, how = tree.partition(call(*ts))
-        result.append(how)
-        return out
-
-    def again(*ts: Tensor) -> list[Tensor]:
-        return tree.partition(call_again(*ts))[0]
-
+    title = Title(options.name, where())
+    frozen = cells.frozen(f)
+    tensors, call, again = _prepared(f, sharding.guarded(frozen), args, kwargs, options.name)
     try:
-        return tree.combine(forward.run(body, again, tensors, options, title, identity), result[0])
+        scripts = options.scripts or OF_CODE
+        return forward.run(call, again, tensors, options, title, code_of(f), scripts)
     except RuntimeError as error:
         if "no compiled frames" not in str(error):  # torch's, of fullgraph=True
             raise
@@ -72,6 +64,19 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
             f"{title} calls what is compiled with fullgraph=True (flex_attention, say), but in "
             "regions compiled functions run in eager. Compile around them, as torch.compile(model)."
         ) from error
+
+
+class Title:
+    """What messages call a region; its line is looked up when somebody reads it."""
+
+    __slots__ = ("name", "place")
+
+    def __init__(self, name: str, place: Place) -> None:
+        self.name, self.place = name, place
+
+    def __str__(self) -> str:
+        file, line, _ = line_of(self.place)
+        return f"the region {self.name} ({file}:{line})"
 
 
 _on_budget: list[Callable[..., Any]] = []

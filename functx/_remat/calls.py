@@ -63,7 +63,10 @@ _SMALL = 1 << 12  # bytes of an array whose values are kept; larger ones are com
 class Call:
     """One entry of the log."""
 
-    __slots__ = ("func", "further", "given", "grad", "inner", "kept", "quick", "results", "watched")
+    __slots__ = (
+        *("draws", "func", "further", "given", "grad", "inner", "is_plain", "kept", "results"),
+        "writes",
+    )
 
     def __init__(self, func: Any, given: list[Any]) -> None:
         self.func = func  # what was called; of a region or a transform, its title
@@ -73,14 +76,16 @@ class Call:
         self.given = given
         # Of each tensor that it returned, its number, shape and dtype:
         self.results: list[tuple[int, torch.Size, torch.dtype]] = []
-        # Of a region inside, its own log, and the plan that belongs to it; and by its number for a
-        # further result, the number here:
-        self.inner: tuple[list[Call], Any] | None = None
+        # Of a region inside, its own log; and by its number for a further result, the number here:
+        self.inner: list[Call] | None = None
         self.further: dict[int, int] = {}
         # Of a call that makes a tensor of data, the number of the input that it became:
         self.kept: int | None = None
-        self.quick = False  # it is given but tensors and plain values, and makes one tensor of them
-        self.watched = False  # it draws or writes (in another run perhaps to the program's memory)
+        # It is given tensors and plain values, one an entry of `given`, makes one new tensor of them,
+        # and does no more:
+        self.is_plain = False
+        self.draws = False  # it draws random numbers
+        self.writes = False  # it writes to memory that it has not made
 
 
 def in_a_row(args: Any, kwargs: Any) -> list[Any]:

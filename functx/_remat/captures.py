@@ -20,12 +20,15 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from functx import _torch
-from functx._core import BY_DEFINITION, NORMALISATIONS, RematError, mixes_dtypes, tree
+from functx._core import NORMALISATIONS, RematError, tree
 from functx._remat import departures, examples, levels, sharding
 from functx._remat.calls import CAPTURE, DATA, INSIDE, Call, is_simple
-from functx._remat.ledger import Record, leave_out
+from functx._remat.calls import READ
+from functx._remat.ledger import Ran, Record, leave_out
+from functx._remat.ledger import ledgers as all_ledgers
 from functx._remat.listener import Listener
 from functx._remat.region import Inputs
+from functx._remat.writes import check_written
 
 # Change requires_grad of a tensor, to this unless they are told; or (`None`) its data.
 _CHANGES: dict[Any, bool | None] = {Tensor.requires_grad_: True, Tensor.detach_: False}
@@ -37,11 +40,15 @@ ENGINE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 class Captures(Listener):
     """Listens to a forward."""
 
-    plan: Any = None  # that a later run may follow; see `plans`
-    plan_given: Any  # the one that the region around has for it
-
-    def __init__(self, region: Any, inputs: Inputs, record: Record, outer: Listener | None) -> None:
-        expected, self.plan_given = (None, None) if outer is None else outer.log_inside()
+    def __init__(
+        self,
+        region: Any,
+        inputs: Inputs,
+        record: Record,
+        outer: Listener | None,
+        first_node: int,
+    ) -> None:
+        expected = None if outer is None else outer.log_inside()
         ledgers = (record, *(() if outer is None else outer.ledgers))
         super().__init__(region, inputs.standins, ledgers, expected)
         self.outer, self.inputs, self.record = outer, inputs, record
@@ -51,22 +58,31 @@ class Captures(Listener):
         self.captured: dict[int, int] = {}  # by the id of a foreign tensor, its number as an input
         self.held: list[Tensor] = []  # so that ids stay what they are
         self.made: set[int] = set()  # inputs that are made of data
-        self.constants: list[int] = []  # inputs that nobody differentiates
-        self.unseen = False  # a custom Function, or a region inside, is on its tape
-        self.first_node = _torch.next_sequence_number()
+        # Inputs that nobody differentiates:
+        self.constants = [i for i, t in enumerate(self.standins) if not levels.is_tracked(t)]
+        # Something that no call tells has run: a later run can't follow this one.
+        self.hides = False
+        self.modes = _modes_entered()
+        self.first_node = first_node
 
     def begin(self) -> None:
-        """Listen to operations from now on, in regions around too."""
-        if self.outer is not None:
-            self.outer.record_around()
-        self.ledgers = (self.record, *(() if self.outer is None else self.outer.ledgers))
-        self.records = True
+        """Listen to operations from now on."""
         _torch.push_dispatch_mode(self.record)
 
     def end(self) -> None:
         """The region's code has returned."""
-        if self.records:
-            _torch.pop_dispatch_mode(None)
+        _torch.pop_dispatch_mode(None)
+
+    def take_over(self, follower: Any) -> None:
+        """Record from here on a run that has followed a script so far (NOTE [two speeds])."""
+        super().take_over(follower)
+        for number, t in follower.foreign.items():
+            self.held.append(t)
+            if number in follower.script.made:
+                self.made.add(number)
+            else:
+                self.captured[id(t)] = number
+        self.record.go_on_from(follower.script.ran, follower.at)
 
     def let_go(self) -> None:
         """The region has run: who holds a stand-in now, is the program."""
@@ -88,7 +104,7 @@ class Captures(Listener):
         inputs, reached = self.inputs, set[Any](self.inputs.reached or ())
         for node in tape_of(results, self.first_node):
             if isinstance(node, BackwardCFunction):
-                self.unseen = True
+                self.hides = True  # what it is given
                 for ledger in () if hasattr(node, "payload") else self.ledgers:
                     ledger.blind = True  # (no mode is told what a custom Function is given)
             leaf = getattr(node, "variable", None)
@@ -108,32 +124,36 @@ class Captures(Listener):
         inputs.reached = reached - {None}
         return [*found.values()]
 
-    def leave_out(self, results: list[Tensor]) -> None:
+    def leave_out(self, results: list[Tensor]) -> Ran:
         """Find what a replay may leave out (rule 6)."""
-        leave_out(self.region, self.record, results)
+        return leave_out(self.region, self.record, results)
 
     # -- results
 
     def returned(self, out: Any, given: Any, operands: Any) -> Any:
         out = super().returned(out, given, operands)
-        touched, self.record.touched = self.record.touched, False
-        if self.records:
-            call = self.last[0]
-            call.watched = touched
-            call.quick = (
-                type(out) is Tensor
-                and call.results[0][0] not in call.given
-                and call.results[0][0] not in self.leaves
-                and not (touched or call.func in _SPECIAL)
-                and not (self.norms >= BY_DEFINITION and call.func in NORMALISATIONS)
-                and not (self.norms and mixes_dtypes(call.func, operands))
-                and len(call.given) == len(operands)
-                and all(map(is_simple, operands))
-            )
+        call, record = self.last[0], self.record
+        call.draws, call.writes = record.draws_now, record.writes_now
+        record.draws_now = record.writes_now = False
+        call.is_plain = (
+            type(out) is Tensor
+            and call.results[0][0] not in call.given
+            and call.results[0][0] not in self.leaves
+            and not (call.draws or call.writes or call.func in _MORE)
+            and not (self.norms and call.func in NORMALISATIONS)
+            and len(call.given) == len(operands)
+            and all(map(is_simple, operands))
+        )
         return out
 
+    def log(self, call: Call) -> Call | None:
+        record = self.record
+        self.hides = self.hides or record.draws_now or record.writes_now
+        self.hides = self.hides or _modes_entered() != self.modes
+        return super().log(call)
+
     def give(self, tensors: list[Tensor]) -> list[Tensor]:
-        self.record.touched = False
+        self.record.draws_now = self.record.writes_now = False
         if self.last[1] is None:
             asleep, self.asleep = self.asleep, True
             tensors = [self._handed_through(t) for t in tensors]
@@ -205,6 +225,7 @@ class Captures(Listener):
     # -- calls
 
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
+        self.hides = self.hides or func in ENGINE
         if func in _SPECIAL:
             self._special(call, func, args, kwargs)
         if self.asked:
@@ -217,7 +238,7 @@ class Captures(Listener):
             raise departures.written(self.region.title, args) from error
         if self.record.written:
             self.record.written.clear()
-            self._check_written()
+            check_written(self.standins, self.constants, self.made, self.region.title)
         if func in ENGINE and any(t.grad is not None for t in self.inputs.leaves.values()):
             what = f"{self.region.title} calls backward(): gradients of its inputs would be lost"
             raise departures.refused(f"{what}. Use torch.autograd.grad, or call it outside.")
@@ -271,25 +292,18 @@ class Captures(Listener):
         self.held.append(t)
         return self.standins[number]
 
-    def _check_written(self) -> None:
-        """A call has written to inputs: no history may have got into them (rule 4)."""
-        for number in self.constants:
-            standin = self.standins[number]
-            if number in self.made or not levels.is_tracked(standin):
-                continue
-            if not standin._is_view():
-                standin.detach_()
-            raise departures.refused(
-                f"{self.region.title} writes a value that requires grad into a tensor of shape "
-                f"{tuple(standin.shape)} that it did not make; its gradient would be lost. Write "
-                "its detach(), or return the value."
-            )
+
+def _modes_entered() -> int:
+    """How many dispatch modes there are that are no ledgers."""
+    depth = _torch.dispatch_depth()
+    return depth and depth - len(all_ledgers())
 
 
 # Torch's error: a stand-in is a leaf where what it is for may be none.
 _WRITES_A_LEAF = "is being used in an in-place operation"
 _LABEL = torch.ops.profiler._record_function_enter_new
 _SPECIAL = {*ENGINE, *_CHANGES, _LABEL}
+_MORE = _SPECIAL | READ  # are not plain
 
 
 def tape_of(tensors: list[Tensor], first: int) -> Any:

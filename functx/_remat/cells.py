@@ -4,22 +4,14 @@ A replay calls a copy of the function, with cells of its own. Nor may a node hol
 which may come to hold the region's results: ``x = remat(lambda t: x + t)(y)`` would be a cycle
 through C++ that nothing collects. Copied are the function, functions that it closes over, partials
 and bound methods; nothing else of Python's is looked into (rule 5).
-
-On the way the function's identity is noted, which plans are found by (NOTE [listen once]): its
-code, and what it closes over or is a method of, but for tensors and floating point numbers.
 """
 
 from __future__ import annotations
 
 import functools
 import types
+from contextlib import suppress
 from typing import Any
-from weakref import ref
-
-from torch import Tensor
-
-from functx._core import is_of
-from functx._remat.calls import ATOMS, is_plain
 
 
 class Wrapper:
@@ -29,79 +21,46 @@ class Wrapper:
         self.function, self.options = function, options
 
 
-def frozen(f: Any) -> tuple[Any, Any]:
-    """A copy of ``f`` whose cells nobody can bind anew, and its identity, or ``None``."""
-    key: list[Any] = []
-    copy = _frozen(f, key, {})
-    return copy, None if None in key else tuple(key)
+def frozen(f: Any) -> Any:
+    """A copy of ``f`` whose cells nobody can bind anew."""
+    kind = type(f)
+    if kind is types.FunctionType and f.__closure__ is None:
+        return f
+    return _frozen(f, {})
 
 
-def _frozen(x: Any, key: list[Any], copies: dict[int, Any]) -> Any:
+def _frozen(x: Any, copies: dict[int, Any]) -> Any:
     """A copy of a function; anything else itself. ``copies`` are by the id of what they are of."""
     kind = type(x)
     if kind is types.FunctionType:
-        return _copied(x, key, copies)
+        return x if x.__closure__ is None else _copied(x, copies)
     if kind is functools.partial:
-        inner = _frozen(x.func, key, copies)
-        for given in (*x.args, *x.keywords, *x.keywords.values()):
-            _frozen(given, key, copies)
+        inner = _frozen(x.func, copies)
         return x if inner is x.func else functools.partial(inner, *x.args, **x.keywords)
     if kind is types.MethodType:
-        inner = _frozen(x.__func__, key, copies)
-        key.append(_reference(x.__self__))
+        inner = _frozen(x.__func__, copies)
         return x if inner is x.__func__ else types.MethodType(inner, x.__self__)
     if issubclass(kind, Wrapper):
-        inner = _frozen(x.function, key, copies)
+        inner = _frozen(x.function, copies)
         return x if inner is x.function else type(x)(inner, x.options)
-    if kind is types.BuiltinFunctionType:  # a function of C, or a method: ``x.mul`` holds ``x``
-        key += x.__qualname__, _part(x.__self__)
-    else:
-        key.append(_part(x))
     return x
 
 
-def _copied(f: types.FunctionType, key: list[Any], copies: dict[int, Any]) -> Any:
-    """A function with cells of its own; itself if it has none."""
-    key.append(f.__code__)
+def _copied(f: types.FunctionType, copies: dict[int, Any]) -> Any:
+    """A function with cells of its own."""
     if id(f) in copies:
         return copies[id(f)]
-    for given in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
-        _frozen(given, key, copies)
-    if f.__closure__ is None:
-        return f
+    assert f.__closure__ is not None
     new = [c for c in f.__closure__ if id(c) not in copies]
     for cell in new:
         copies[id(cell)] = types.CellType()
-    closure = tuple(copies[id(cell)] for cell in f.__closure__)
+    closure = tuple([copies[id(cell)] for cell in f.__closure__])
     copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, closure)
     copies[id(f)] = f  # what a function knows itself by, ``type(self).forward is forward``
     copy.__kwdefaults__, copy.__qualname__ = f.__kwdefaults__, f.__qualname__
     copy.__dict__.update(f.__dict__)
     for cell in new:
-        try:
-            copies[id(cell)].cell_contents = _frozen(cell.cell_contents, key, copies)
-        except ValueError:  # not bound yet
-            key.append(None)
+        with suppress(ValueError):  # not bound yet
+            copies[id(cell)].cell_contents = _frozen(cell.cell_contents, copies)
     copies[id(f)] = copy
     return copy
-
-
-def _part(x: Any) -> Any:
-    """What an object is in an identity, which holds no tensor and no object of the program's."""
-    kind = type(x)
-    if kind is float or issubclass(kind, Tensor):
-        return kind
-    if (type(kind) is type and kind in ATOMS) or (kind is tuple and is_plain(x)):
-        return kind, x
-    return _reference(x)
-
-
-def _reference(x: Any) -> Any:
-    """A weak reference as a part of a key; ``None`` for a container or an object without hash."""
-    if is_of(x, (list, tuple, dict, set, frozenset)):  # ``__hash__`` of a class may load its items
-        return None
-    try:
-        hash(x)
-        return ref(x)
-    except Exception:  # ``__hash__`` of a class may raise any error
-        return None

@@ -53,8 +53,9 @@ def differently(region: Any, listener: Any, call: Call, expected: Call | None) -
         what = f"{called} and gets {_shapes(call)} where the forward got {_shapes(expected)}"
     at = line_now()
     if call.func == RETURN:
-        codes = [x for x in region.identity or () if isinstance(x, CodeType)]
-        at = f"the end of {codes[0].co_filename}:{codes[0].co_firstlineno}" if codes else "the end"
+        code = region.code
+        is_python = isinstance(code, CodeType)
+        at = f"the end of {code.co_filename}:{code.co_firstlineno}" if is_python else "the end"
     by_numbers = expected is not None and same_call(call, expected, strict=False)
     hint = (not by_numbers and _of_cache(region)) or (
         "What they depend on (globals, counters, files) must be the same: pass it as an argument. "
@@ -102,7 +103,7 @@ def of_parametrizations() -> str:
 
 def _of_cache(region: Any) -> str:
     """The hint where the forward has left a tensor behind."""
-    left = [reference() for reference, number in region.left_behind.values() if number > 0]
+    left = [reference() for reference in region.left_behind if reference is not None]
     shapes = [tuple(t.shape) for t in left if t is not None and not t.requires_grad]
     if not shapes:
         return ""

@@ -1,7 +1,8 @@
-"""The forward: the function runs once, in the caller's levels and grad mode, and is recorded.
+"""The forward: the function runs once, in the caller's levels and grad mode.
 
-It runs on stand-ins, on a tape of its own, which is dropped when it has returned. What is left is
-the results, and what a replay needs to know (`Region`). Then, from the lowest level that
+It runs on stand-ins, on a tape of its own, which is dropped when it has returned. Either it is
+recorded (`captures`), or it follows the script of an earlier run (NOTE [two speeds]). What is left
+is the results, and what a replay needs to know (`Region`). Then, from the lowest level that
 differentiates anything, the results get one node a level (`node.attach`).
 """
 
@@ -14,22 +15,25 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 from functx import _torch
+from functx._core import tree
 from functx._policies import warn_of_unlisted_names
-from functx._remat import leaving, levels, node, saving
+from functx._remat import leaving, levels, node, saving, script
 from functx._remat.captures import Captures
+from functx._remat.follow import Follower
+from functx._remat.forward_follower import ForwardFollower
 from functx._remat.generators import Draws
 from functx._remat.guard import StackGuard
-from functx._remat.ledger import Record
+from functx._remat.ledger import Record, ledgers
 from functx._remat.listener import Body, Listener, listening
 from functx._remat.observers import observers
-from functx._remat.plans import Follower
 from functx._remat.region import Inputs, Options, Region
+from functx._remat.script import Script
 from functx._remat.writes import Writes
 from functx._torch import graphs
 
 
 class Forward:
-    """One run of a region that is recorded."""
+    """One run of a region."""
 
     # What a trace does differently (see `traced`):
     traces = False
@@ -39,30 +43,33 @@ class Forward:
     def __init__(self, region: Region, outer: Listener | None) -> None:
         self.region, self.outer = region, outer
 
-    def run(self, body: Body, tensors: list[Tensor]) -> tuple[list[Tensor], Any]:
-        """The results on their nodes, and further ones with their numbers."""
-        region, outer, options = self.region, self.outer, self.region.options
+    def run(self, body: Body, tensors: list[Tensor]) -> tuple[list[Tensor], Any, Any]:
+        """The results on their nodes, further ones with their numbers, and how the first were.
+
+        (They were a tree, which `tree.combine` puts together again.)
+        """
+        region, options = self.region, self.region.options
         region.frames = levels.frames() if _torch.peek_interpreter() is not None else []
         region.n_args, region.draws = len(tensors), None
-        in_graph = _torch.tracing() and not self.traces
+        region.written, region.changed, region.kept = [], {}, saving.NOTHING
+        region.further = []
+        in_graph = self.in_graph = _torch.tracing() and not self.traces
         if (options.preserve_rng_state or self.traces) and not in_graph:
             region.draws = Draws(python=options.preserve_rng_state == "all")
             region.draws.note_default(tensors)
-        record = self.record = Record(region.draws, in_graph)
         inputs = self.inputs = Inputs(region.frames)
-        if self.traces:
-            inputs.lowest = 0
-        else:
-            record.saver = saving.saver_for(options.policy, in_graph)
-        call = None if outer is None else outer.last[0]
-        follows = record.saver is None and region.identity is not None and not self.traces
-        kind = Follower if follows else self.captures_of
-        captures = self.captures = kind(region, inputs, record, outer)
-        for t in tensors:
-            captures.admit(levels.alive(t))
-        record.writes = self.writes_of(inputs, captures.made, region.title)
-        captures.begin()
-        _torch.push_function_mode(captures)
+        self.first_node = _torch.next_sequence_number()
+        listener: Any = None
+        self.key = self.key_of(tensors)
+        if self.key is not None:
+            listener = self.follower()
+        if listener is None:
+            listener = self.recorder()
+            if not inputs.standins:
+                for t in tensors:
+                    listener.admit(levels.alive(t))
+            listener.begin()
+        _torch.push_function_mode(listener)
         mode = torch.is_grad_enabled()
         out = body(*inputs.standins)
         # A region may return with grad mode switched off, as any function may. What it has computed
@@ -70,75 +77,195 @@ class Forward:
         left = torch.is_grad_enabled()
         if left is not mode:
             _torch.set_grad_enabled(mode)
-        results = captures.finish(out)
+        out, how = tree.partition(out)
+        results = None
+        if isinstance(listener, Follower):
+            results = listener.returns(out) if listener.heir is None else None
+            if results is None:
+                listener = listener.listener()
+        self.listener = listener
+        if results is None:
+            results = listener.finish(out)
         del out
         _torch.pop_function_mode()
-        captures.end()
-        if record.names and options.policy is not None:
-            warn_of_unlisted_names(options.policy, record.names, region.title)
-        results, places = _deduplicated(results)
-        region.results = [places.index(i) for i in range(len(results))]
+        if isinstance(listener, Captures):
+            listener.end()
+            self.warn_of_names(listener.record)
+            results, places = _deduplicated(results)
+            self.results = [places.index(i) for i in range(len(results))]
+            self.places = places
+        else:
+            places = listener.script.places
+            if len(listener.script.results) < len(results):
+                results = [results[i] for i in listener.script.results]
         if region.draws is not None:
             region.draws.end()
-        if not region.frames and any(t.requires_grad for t in results):
+        if not region.frames and any([t.requires_grad for t in results]):
             inputs.lowest = 0  # if only a leaf is differentiated that no mode has seen
         tensors = []
         further: list[tuple[int, Tensor]] = []
         if inputs.lowest <= len(region.frames):  # else nobody differentiates it
             results, further = self._finish(results)
-        if call is not None:
-            call.inner = captures.calls, captures.plan
+        if self.outer is not None:
+            self.outer.last[0].inner = self.listener.calls
         if left is not mode:
             _torch.set_grad_enabled(left)
-        return [results[i] for i in places], further
+        return [results[i] for i in places], further, how
+
+    # -- the two speeds
+
+    def key_of(self, tensors: list[Tensor]) -> Any:
+        """What runs of one script have in common; ``None`` for a run that is recorded anyhow.
+
+        The inputs are admitted, if it is not ``None``.
+        """
+        options = self.region.options
+        if (
+            self.region.scripts is None
+            or self.outer is not None
+            or self.traces
+            or options.policy is not None
+            or options.determinism_check == "none"
+            or (_torch.dispatch_depth() and (_torch.tracing() or ledgers()))
+        ):
+            return None
+        inputs, frames = self.inputs, self.region.frames
+        for t in tensors:
+            inputs.admit(levels.alive(t))
+        return (
+            (options.early_stop, options.preserve_rng_state, self.region.settings.norms),
+            tuple([(f.kind, f.size, f.randomness) for f in frames]) if frames else (),
+            tuple(inputs.kinds),
+        )
+
+    def follower(self) -> Follower | None:
+        """What follows an earlier run, if there was one with such arguments."""
+        region = self.region
+        for found in region.scripts.fitting(self.key, region.code):
+            return ForwardFollower(region, self.inputs, found, self.key, self.first_node)
+        return None
+
+    def recorder(self) -> Captures:
+        """What records the run."""
+        region, inputs = self.region, self.inputs
+        record = Record(region.draws, self.in_graph)
+        if self.traces:
+            inputs.lowest = 0
+        elif self.key is None:
+            record.saver = saving.saver_for(region.options.policy, self.in_graph)
+        captures = self.captures_of(region, inputs, record, self.outer, self.first_node)
+        record.writes = self.writes_of(inputs, captures.made, region.title)
+        return captures  # type: ignore[no-any-return]
+
+    def warn_of_names(self, record: Record) -> None:
+        """Warn of names that the policy does not list."""
+        policy = self.region.options.policy
+        if record.names and policy is not None:
+            warn_of_unlisted_names(policy, record.names, self.region.title)
+
+    # -- the end
 
     def _finish(self, results: list[Tensor]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
         """Let go of the tape, and hang the results on nodes."""
-        region, inputs, captures = self.region, self.inputs, self.captures
-        writes = self.record.writes
+        region, inputs = self.region, self.inputs
         frames, n, lowest = region.frames, len(region.frames), inputs.lowest
-        region.calls, region.slots = captures.calls, inputs.slots
-        region.made, region.written = captures.made, writes.inputs_written()
-        region.left_behind = captures.known
+        region.slots = inputs.slots
         # Level by level down to the lowest one that needs a node, ...
         parts, slots = {n: results}, {}
         for k in range(n, lowest, -1):
             parts[k - 1], slots[k] = frames[k - 1].lower_all(parts[k], k)
-        leaves = captures.leaves_unseen([t for values in parts.values() for t in values])
-        region.kept = saving.NOTHING
-        captures.leave_out([*results, *parts[lowest]])
-        kept = region.kept.take()
-        writes.put_before()
+        leaves = self._leaves_unseen(parts)
+        region.script = self._script([*results, *parts[lowest]])
+        kept = region.kept.take() if region.kept is not saving.NOTHING else []
+        if region.written:
+            self.writes.put_before()
         required = {k: _required(parts[k], k, inputs) for k in range(lowest, n + 1)}
         # ... and up again.
         fresh = [_off_the_tape(t, lowest) for t in parts[lowest]]
-        region.further = []
+        results.clear()
+        n_results = len(fresh)
         further: list[tuple[int, Tensor]] = []
         if n == 0:
-            results.clear()
             parts.clear()
-            further = leaving.further_results(captures, leaves)
-            region.further = [number for number, _ in further]
-            inputs.reached = None if further else inputs.reached
-            fresh += [t for _, t in further]
-            required[0] += [True] * len(further)
+            if (further := self._further_results(leaves)) :
+                region.further = [number for number, _ in further]
+                inputs.reached = None
+                fresh += [t for _, t in further]
+                required[0] += [True] * len(further)
         self.begin_up(fresh)
         for k in range(lowest, n + 1):
             if k > lowest:
                 fresh = self.lift(frames[k - 1], fresh, slots[k], k)
             extra = leaves if k == 0 else []
-            if (inputs.requiring(k) or extra) and True in required[k]:
+            if True in required[k] and (inputs.requiring(k) or extra):
                 fresh = node.attach(
                     *(region, k, inputs, extra, fresh, required[k], kept),
-                    captures.outer is None,
+                    self.outer is None,
                 )
-        results.clear()
         parts.clear()
         if n:
-            leaving.check_nothing_left(captures, fresh)
-        if isinstance(captures, Follower):
-            captures.make_plan(leaves)
-        return fresh[: len(region.results)], further
+            self._check_nothing_left(fresh)
+        if not (leaves or further):
+            self._leave_script()
+        return fresh[:n_results], further
+
+    def _recorder_now(self) -> Captures:
+        """What has recorded the run; if it has followed a script to its end, what goes on."""
+        if isinstance(self.listener, Follower):
+            self.listener = self.listener.listener()
+            self.listener.end()
+        return self.listener  # type: ignore[return-value]
+
+    def _leaves_unseen(self, parts: dict[int, list[Tensor]]) -> list[Tensor]:
+        """Leaves on the tape that no mode has seen, and which inputs the results depend on."""
+        self.nodes = _torch.next_sequence_number() - self.first_node
+        listener = self.listener
+        if isinstance(listener, Follower) and listener.script.nodes == self.nodes:
+            self.inputs.reached = listener.script.reached
+            return []
+        captures = self._recorder_now()
+        return captures.leaves_unseen([t for values in parts.values() for t in values])
+
+    def _script(self, results: list[Tensor]) -> Script:
+        """What this run has told."""
+        region, listener = self.region, self.listener
+        if isinstance(listener, Follower):
+            self.writes, region.changed = listener.writes, listener.changed
+            if self.writes is not None:
+                region.written = self.writes.inputs_written()
+            region.left_behind = listener.refs
+            return listener.script
+        self.writes = listener.record.writes
+        region.written = self.writes.inputs_written()
+        told = Script()
+        told.calls, told.key, told.kinds = listener.calls, self.key, self.inputs.kinds
+        told.made, told.results, told.places = listener.made, self.results, self.places
+        told.ran = listener.leave_out(results)
+        told.nodes, told.serial, told.reached = self.nodes, listener.serial, self.inputs.reached
+        told.steps = None
+        region.left_behind = [known for known, number in listener.known.values() if number > 0]
+        return told
+
+    def _leave_script(self) -> None:
+        """Later runs may follow the script of this one, if its calls tell all."""
+        region, told = self.region, self.region.script
+        if told.steps is None:
+            hides = self.key is None or self.listener.hides
+            if hides or not script.tell_all(told.calls):
+                return
+            told.steps = [*map(script.step_of, told.calls)]
+        region.scripts.put_first(told, region.code)
+
+    def _further_results(self, leaves: list[Tensor]) -> list[tuple[int, Tensor]]:
+        if isinstance(self.listener, Follower):
+            if not self.listener.leaves_something(()):
+                return []
+        return leaving.further_results(self._recorder_now(), leaves)
+
+    def _check_nothing_left(self, results: list[Tensor]) -> None:
+        if isinstance(self.listener, Follower) and not self.listener.leaves_something(results):
+            return
+        leaving.check_nothing_left(self._recorder_now(), results)
 
     def begin_up(self, fresh: list[Tensor]) -> None:
         """These are the results at the lowest level, off the tape."""
@@ -153,44 +280,47 @@ def run(
     again: Body,
     tensors: list[Tensor],
     options: Options,
-    title: str,
-    identity: Any = None,
+    title: Any,
+    code: Any = None,
+    scripts: Any = None,
     forward: Any = None,
-) -> list[Tensor]:
+) -> Any:
     """Run ``body``, and remember how to run it ``again``; returns its results, on nodes.
 
-    Both take ``tensors`` and return tensors. A plan is found by the ``identity`` of the function.
+    Both take ``tensors``, and return what a tree holds. Later runs find the script of this one in
+    ``scripts``, or by the ``code``; each run is recorded where ``scripts`` is ``None``.
     ``forward`` makes a `Forward` of the region and the listener around; if ``None``, what traces
     here does, or that itself.
     """
     if forward is None and observers.tracers:
-        return observers.tracers[-1](body, again, tensors, options, title, identity)
+        return observers.tracers[-1](body, again, tensors, options, title, code, scripts)
     outer = listening()
     if outer is not None:
         tensors = outer.take(options.name, tensors)
         call, due = outer.last
     # (After they were taken in: objects may be others in a replay.)
-    tensors, places = _deduplicated(tensors)
-    if len(tensors) < len(places):
-        body, again = _given_each_once(body, places), _given_each_once(again, places)
+    if len(tensors) > 1:
+        tensors, places = _deduplicated(tensors)
+        if len(tensors) < len(places):
+            body, again = _given_each_once(body, places), _given_each_once(again, places)
     with StackGuard(outer) as entry:
         entry.stop_caching(entry.settings)
         entry.take_hooks()
         entry.take_norms()
         region = Region()
-        region.title, region.identity, region.body = title, identity, again
+        region.title, region.code, region.scripts, region.body = title, code, scripts, again
         region.options, region.settings = options, entry.settings
         since = graphs.last_node()
-        results, further = (forward or Forward)(region, outer).run(body, tensors)
+        results, further, how = (forward or Forward)(region, outer).run(body, tensors)
         graphs.close(since, options.name, "forward")
         if entry.norms is not None:  # here, lest an interrupt comes before its exit has begun
             _torch.push_function_mode(entry.norms)
             entry.norms = None
     if outer is not None:
-        outer.last = call, due if outer.expected else None  # it may have left its plan by now
+        outer.last = call, due
         outer.give(results)
         outer.give_further(further)
-    return results
+    return tree.combine(results, how)
 
 
 def _deduplicated(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:

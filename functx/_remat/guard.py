@@ -15,11 +15,16 @@ import torch
 from functx import _torch
 from functx._core import NormsByDefinition, NormsInOneDtype
 from functx._remat import levels
-from functx._remat.settings import Settings
+from functx._remat.settings import Settings, settings_now
 
 
 class StackGuard:
     """The depth of torch's stacks, its modes and settings, at an entry: a context."""
+
+    __slots__ = (
+        *("dispatch", "duals", "function", "functorch", "fwd", "grad", "hooks", "nesting", "norms"),
+        *("outer", "restored", "settings", "uncached"),
+    )
 
     def __init__(self, outer: Any) -> None:
         self.function, self.dispatch = _torch.function_depth(), _torch.dispatch_depth()
@@ -28,7 +33,7 @@ class StackGuard:
         self.duals, self.nesting = _torch.dual_level(), _torch.jvp_nesting()
         self.hooks: list[Any] = []  # saved-tensor hooks that the entry took off, outermost last
         self.norms: Any = None  # likewise the function mode for norms
-        self.settings = Settings()
+        self.settings: Settings = settings_now()
         self.outer = outer  # the listener of the region around, which sleeps in the context
         self.restored: Any = None  # generators that were set back
         self.uncached = False  # autocast's cache was switched off
@@ -41,7 +46,7 @@ class StackGuard:
     def __exit__(self, kind: Any, *raised: object) -> None:
         if kind is not None:
             self.cut_back()
-            self.settings.put(Settings())
+            self.settings.put(settings_now())
         if self.restored is not None:
             self.restored.put_back()
         while self.hooks:

@@ -143,12 +143,24 @@ class Record(Ledger):
         self.starts = [0]  # where in `entries` each call begins
         self.written: list[int] = []  # memory of inputs that this call has written
         self.writes: Any = None  # told before memory is written that is not the region's
-        self.touched = False  # this call draws or writes
+        self.draws_now = self.writes_now = False  # this call draws, or writes to what it has not made
+        self.followed = 0  # how many entries are those of a script that the run began with
         self.blind = False  # code has run that no mode sees
         self.blank: set[int] = set()  # entries whose memory, empty or zero, nothing seen has filled
 
     def next_call(self) -> None:
         self.starts.append(len(self.entries))
+
+    def go_on_from(self, ran: Ran, calls: int) -> None:
+        """Go on after so many calls of a run that has told what it ran.
+
+        Of the memory that these have made nothing is known, so a replay runs all of them.
+        """
+        ends = ran.starts[calls + 1 :] or [len(ran.entries)]
+        self.starts, self.entries = ran.starts[: calls + 1], ran.entries[: ends[0]]
+        self.followed = len(self.entries)
+        blank = any(operator_of(e.overload).is_blank for e in self.entries if e.overload)
+        self.blind = blank or ran.live is None
 
     def has_made(self, storage: int) -> bool:
         """Whether memory was made by the region."""
@@ -163,12 +175,12 @@ class Record(Ledger):
         elif operator.draws and self.in_graph:
             kind = DRAWN
         elif operator.draws and self.draws is not None:
-            self.touched = True
+            self.draws_now = True
             self.draws.note(generator_of(tensors, args, kwargs))
         written = written_by(operator, args, kwargs) if operator.writes else []
-        self.touched = self.touched or bool(written)
         for storage in written:
             self.blank.discard(self.maker_of(storage))
+            self.writes_now = self.writes_now or self.maker_of(storage) < self.starts[-1]
             if not self.has_made(storage):
                 self.writes.about_to_write(storage)
                 self.written.append(storage)
@@ -181,7 +193,7 @@ class Record(Ledger):
             self.entries.append(Entry(operator.overload, VIEW))
             return out
         if before is not None and before != self.draws.states():  # type: ignore[union-attr]
-            kind, self.touched = ALWAYS, True  # it has drawn: a replay must run it
+            kind, self.draws_now = ALWAYS, True  # a replay must run it
             self.draws.note_unseen()  # type: ignore[union-attr]
         self._note(operator, kind, touched, written, out)
         if self.saver is not None:
@@ -266,11 +278,12 @@ def needed(record: Record, results: list[Tensor], kept: list[Tensor]) -> set[int
     return alive
 
 
-def leave_out(region: Region, record: Record, results: list[Tensor]) -> None:
+def leave_out(region: Region, record: Record, results: list[Tensor]) -> Ran:
     """Find what a replay leaves out: what nothing needs that is alive, and what a policy kept."""
     saver, left_out = record.saver, NEVER
     read = needed(record, results, [] if saver is None else saver.held())
     live: Any = record.live(read, {} if saver is None else saver.kept)
+    live[: record.followed] = b"\1" * record.followed
     if saver is not None:
         left_out = 0
         region.kept = saver.settled(live)
@@ -282,7 +295,7 @@ def leave_out(region: Region, record: Record, results: list[Tensor]) -> None:
         live = None  # (what code reads that no mode sees is not known)
     elif saver is None and (at := live.find(0)) >= 0:
         left_out = bisect_right(record.starts, at) - 1
-    region.ran = Ran(record.entries, record.starts, live, left_out)
+    return Ran(record.entries, record.starts, live, left_out)
 
 
 def _is_plain(out: Any) -> bool:

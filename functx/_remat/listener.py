@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch
 from functx._core import NORMALISATIONS, contents, is_of, normalised, uncompiled
-from functx._remat import departures, levels, quick, saving
+from functx._remat import departures, levels, saving
 from functx._remat.calls import (
     DATA,
     HOOKS,
@@ -42,14 +42,22 @@ Body = Callable[..., list[Tensor]]
 _NO_CALLS = {*MAKERS, *HOOKS, saving.shown}
 
 
-class Listener(TorchFunctionMode):
+class Listening:
+    """What is on the stack of function modes while the code of a region runs."""
+
+    asleep: bool  # the engine, or a region inside, runs: its calls are not this region's
+
+    def listener(self) -> Listener:
+        """What a transform or a region inside tells what it is given."""
+        raise NotImplementedError
+
+
+class Listener(TorchFunctionMode, Listening):
     """Numbers the tensors of a region as its code runs, and compares its calls with a log.
 
     A call or an operand that is not as expected is treated as in a replay; `captures.Captures` says
     how a forward differs.
     """
-
-    stop = -1  # the call at which a ledger begins to listen
 
     def __init__(
         self, region: Region, standins: list[Tensor], ledgers: tuple[Any, ...], expected: Any
@@ -60,7 +68,6 @@ class Listener(TorchFunctionMode):
         self.strict = region.options.determinism_check != "none"
         self.outer: Listener | None = None  # of the region around
         self.asleep = False  # the engine, or a region inside, runs: its calls are not this region's
-        self.records = False  # each call is written down, since there is no log or plan to follow
         # By id, a weak reference to a tensor and its number. (An id alone says nothing: one that
         # lives in C++ gets a Python object, and with it an id, when it is first looked at.)
         self.known = {id(t): (ref(t), -1 - i) for i, t in reversed([*enumerate(standins)])}
@@ -76,6 +83,30 @@ class Listener(TorchFunctionMode):
         """The log to compare with; ``None`` in a first run."""
         self.expected, self._coming = log, iter(log or ())
         self.due = next(self._coming, None)  # what is expected next
+
+    def listener(self) -> Listener:
+        return self
+
+    def take_over(self, follower: Any) -> None:
+        """Go on where one that has followed a script has met something else."""
+        for number, known in enumerate(follower.refs):
+            if known is not None and (t := known()) is not None:
+                self.know(t, number)
+                if t.requires_grad and t.grad_fn is None:
+                    self.leaves.add(number)
+        for i, known in enumerate(follower.given):
+            if known is not None and (t := known()) is not None:
+                self.know(t, -1 - i)
+        self.calls, self.at = follower.calls_made(), follower.at
+        numbers = [number for call in self.calls for number, _, _ in call.results]
+        self.serial = max(numbers, default=0)
+        self._coming = iter((self.expected or ())[self.at :])
+        self.due = next(self._coming, None)
+
+    def go_on_after(self, call: Call) -> None:
+        """A call, which is as expected, has been made, and is about to return."""
+        self.last = call, self.due
+        self.advance(call)
 
     # -- numbers
 
@@ -107,15 +138,6 @@ class Listener(TorchFunctionMode):
         number = self.number_within(t) if number is None else number
         return (INSIDE if number is None else number), t
 
-    def record_around(self) -> None:
-        """A region inside is about to record."""
-
-    def standin_for(self, t: Tensor, number: int) -> Tensor | None:
-        """The stand-in to put for an unknown ``t`` where input ``number`` is expected, if any."""
-        if -1 - number < self.n_args or _torch.level_of(t) > 0:
-            return None
-        return self.standins[-1 - number]
-
     def placed(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor] | None:
         """The input that the forward met here, whatever lies here now (see NOTE [by place]).
 
@@ -146,13 +168,6 @@ class Listener(TorchFunctionMode):
             or (self.ledgers and any(ledger.busy for ledger in self.ledgers))
         ):
             return func(*args, **kwargs) if kwargs else func(*args)
-        due = self.due
-        if due is not None and due.quick and due.func is func and not self.records:
-            if self.at == self.stop:
-                self.watch()
-            operands = quick.as_due(self, due, in_a_row(args, kwargs) if kwargs else args)
-            if operands is not None:
-                return quick.call(self, due, operands, args, kwargs)
         return self.call(func, args, kwargs or {})
 
     def advance(self, call: Call) -> None:
@@ -281,9 +296,6 @@ class Listener(TorchFunctionMode):
             return normalised(func, args, kwargs, self.norms)
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def watch(self) -> None:
-        """The call at which a ledger is to begin to listen has come."""
-
     def hang(self, t: Tensor) -> None:
         """A hook is about to be hung on a tensor."""
 
@@ -325,10 +337,10 @@ class Listener(TorchFunctionMode):
             self.know(t, number)
             self._seen(t, number)
 
-    def log_inside(self) -> tuple[Any, Any]:
-        """The log that a region inside, which has just been taken in, must make, and its plan."""
+    def log_inside(self) -> list[Call] | None:
+        """The log that a region inside, which has just been taken in, must make."""
         due = self.last[1]
-        return (None, None) if due is None or due.inner is None else due.inner
+        return None if due is None else due.inner
 
     def wanted_inside(self) -> dict[int, Tensor | None]:
         """Which results the region inside that was just taken in is to hold, by its numbers."""
@@ -339,18 +351,10 @@ class Listener(TorchFunctionMode):
     def finish(self, results: list[Tensor]) -> list[Tensor]:
         """The region's code has returned; the results as the engine hands them on: no leaves."""
         self.asleep = True
-        due, as_due = self.due, None
-        if due is not None and due.func is RETURN and not self.records:
-            as_due = quick.as_due(self, due, results)
-        if due is None or as_due is None:
-            results = self.take(RETURN, results)
-            numbers = self.last[0].given
-        else:
-            self.advance(due)
-            results, numbers = as_due, due.given
+        results = self.take(RETURN, results)
         return [
             t.view_as(t) if number < 0 and levels.is_tracked(t) else t
-            for t, number in zip(results, numbers)
+            for t, number in zip(results, self.last[0].given)
         ]
 
 
@@ -358,6 +362,7 @@ def listening() -> Listener | None:
     """The listener of the region whose code runs; ``None`` outside, and inside of a call."""
     for i in range(_torch.function_depth() - 1, -1, -1):
         mode = _torch.function_mode_at(i)
-        if isinstance(mode, Listener):
-            return None if mode.asleep else mode
+        if isinstance(mode, Listening):
+            listener = None if mode.asleep else mode.listener()
+            return None if listener is None or listener.asleep else listener
     return None

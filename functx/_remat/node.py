@@ -116,7 +116,7 @@ def attach(
     saved = [t.clone() if t.is_inference() else t for t in (*values, *leaves, *kept)]
     payload.versions = _versions(saved) if level else []
     behind = [results[i] for i in payload.wanted]
-    n_returned = sum(i < len(region.results) for i in payload.wanted)
+    n_returned = sum([i < len(region.script.results) for i in payload.wanted])
     shared = [False] * len(behind) if level else _sharing(behind, inputs, n_returned)
     tracked = [values[i] for i in requiring] + leaves
     got = _torch.apply_at_level(RegionNode.apply, payload, zip(behind, shared), saved, *tracked)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from functx import _torch
 from functx._remat import departures, levels
+from functx._remat.calls import Call
+from functx._remat.settings import Settings
+
+if TYPE_CHECKING:
+    from functx._remat.script import Script
 
 
 class Plans(dict[Any, Any]):
@@ -37,34 +41,45 @@ class Options:
     contexts: Any = None  # the policy as ``torch.compile`` takes it; ``None`` if there is none
     static: Any = None  # positions and names of arguments that are no tensors
     plans: Plans | None = field(default=None, compare=False, repr=False)  # for the budget so far
+    scripts: Any = field(default=None, compare=False, repr=False)  # of its runs; see `script`
 
 
 class Region:
     """What a replay needs to know; it holds no tensor of the program's."""
 
-    title: str  # what messages call it: the function, and the line that called it
+    __slots__ = (
+        *("title", "options", "code", "scripts", "body", "n_args", "settings", "frames", "draws"),
+        *("script", "slots", "written", "changed", "kept", "further", "left_behind"),
+    )
+    # Set when it is called:
+    title: Any  # what messages call it: the function, and the line that called it
     options: Options
-    body: Any  # tensors to tensors
-    identity: Any  # what tells its function from others; ``None`` if nothing does
+    code: Any  # of its function, which scripts are found by; ``None`` if there is none
+    scripts: Any  # of earlier runs; ``None`` where each run is recorded
+    body: Any  # takes tensors, returns what the function returns
     n_args: int  # how many inputs are the body's arguments; the others are captured
-    results: list[int]  # which results of the body are different ones
-    # What it was called in, and given:
-    settings: Any  # what torch had set
+    settings: Settings  # what torch had set
     frames: list[levels.Frame]  # the levels around, outermost first
+    draws: Any  # the generators that it drew from; ``None`` if they are left alone
+    # Set when it has run:
+    script: Script  # what it called, and what ran
     slots: list[Any]  # for each level above 0, how each of its values is made of those below
-    draws: Any  # the generators that it drew from
-    made: Any  # the inputs that were made of data, inside: their memory is the region's own
-    written: Any  # by the memory that it wrote of its inputs, which inputs lie there
-    # What ran:
-    calls: list[Any]  # the log
-    ran: Any  # the operations, and which of them a replay runs; see `ledger`
+    written: list[list[int]]  # by the memory that it wrote of its inputs, which inputs lie there
+    changed: dict[int, Call]  # calls with other numbers than those of the script
     kept: Any  # which entries' values the policy kept
     further: list[int]  # numbers of results that left otherwise than by return
-    left_behind: Any = types.MappingProxyType({})  # what it made, weakly
+    left_behind: Any  # what it made, weakly, by number
+
+    def calls(self) -> list[Call]:
+        """The log of its forward."""
+        if not self.changed:
+            return self.script.calls
+        return [self.changed.get(i, call) for i, call in enumerate(self.script.calls)]
 
     def written_outside(self) -> list[int]:
         """The inputs that the region writes, but those made of data inside."""
-        return [i for numbers in self.written for i in numbers if i not in self.made]
+        made = self.script.made
+        return [i for numbers in self.written for i in numbers if i not in made]
 
 
 class Inputs:
@@ -73,6 +88,11 @@ class Inputs:
     ``values[k]`` are those at level k. A stand-in is the input taken off the tape of every level
     that differentiates it, and made a leaf there; a constant stands in for itself.
     """
+
+    __slots__ = (
+        *("frames", "kinds", "leaves", "lowest", "memory", "places", "reached", "slots"),
+        *("standins", "values"),
+    )
 
     def __init__(self, frames: list[levels.Frame]) -> None:
         self.frames = frames
@@ -89,19 +109,30 @@ class Inputs:
 
     def admit(self, t: Tensor) -> Tensor:
         """A further input; returns its stand-in."""
-        kind: list[Any] = []
-        self.memory.append([])
-        standin = self._cut(t, len(self.frames), kind)
-        self.kinds.append(tuple(kind))
+        if not self.frames:
+            standin = self._admitted_at_the_base(t)
+        else:
+            kind: list[Any] = []
+            self.memory.append([])
+            standin = self._cut(t, len(self.frames), kind)
+            self.kinds.append(tuple(kind))
         self.standins.append(standin)
         return standin
+
+    def _admitted_at_the_base(self, t: Tensor) -> Tensor:
+        """What `_cut` does, without levels."""
+        required = t.requires_grad
+        self.values[0].append(t)
+        self.slots[0].append(required)
+        self.memory.append([_torch.storage_of(t)])
+        self.kinds.append((t.shape, t.dtype, t.device, required))
+        return self._leaf(levels.detached(t), 0) if required else t
 
     def _cut(self, t: Tensor, k: int, kind: list[Any]) -> Tensor:
         self.values[k].append(t)
         if k == 0:
             required = t.requires_grad
             self.slots[0].append(required)
-            self.memory[-1].append(_torch.storage_of(t))
             kind += t.shape, t.dtype, t.device, required
             return self._leaf(levels.detached(t), 0) if required else t
         frame = self.frames[k - 1]

@@ -16,45 +16,43 @@ import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._core import function_classes, unwrap_for_backward
+from functx._core import function_classes, tree, unwrap_for_backward
 from functx._remat import departures, levels
 from functx._remat.calls import DATA, RETURN, Call
+from functx._remat.follow import Differs, Follower
 from functx._remat.generators import Restored
 from functx._remat.guard import StackGuard
 from functx._remat.ledger import BeginAgain, Record, Rerun, ledgers
 from functx._remat.listener import Listener, listening
 from functx._remat.observers import observers
 from functx._remat.region import NEVER, Region
+from functx._remat.saving import NOTHING
+from functx._remat.script import step_of
 from functx._remat.writes import copied
 from functx._torch import graphs
 
 
 class Replayer(Listener):
-    """Listens to a replay, whose ledger begins to listen at the first call that leaves out."""
+    """Compares a replay with the log of the forward.
 
-    def __init__(self, region: Region, rerun: Rerun, standins: list[Tensor]) -> None:
-        super().__init__(region, standins, (), region.calls)
-        self.rerun, self.watching, self._here = rerun, False, _here()
+    Its ledger begins to listen at the first call that leaves out.
+    """
+
+    def __init__(self, region: Region, rerun: LateLedger, standins: list[Tensor]) -> None:
+        super().__init__(region, standins, (), region.calls())
+        self.rerun = rerun
         self.wanted = dict.fromkeys(region.further)
-        self.stop = region.ran.left_out - 1
-
-    def watch(self) -> None:
-        # (Where the program has entered no mode; what an engine runs has modes of its own.)
-        if not self.watching and _here() == self._here:
-            self.watch_now()
 
     def watch_now(self) -> None:
         """Let the ledger listen."""
-        self.watching, self.ledgers = True, (self.rerun,)
-        self.rerun.begin(self.at)
-        _torch.push_dispatch_mode(self.rerun)
+        self.ledgers = (self.rerun.begin(self.at),)
 
     def log(self, call: Call) -> Call | None:
-        if not self.watching and self.stop < NEVER - 1:
+        if not self.ledgers and self.rerun.stop < NEVER - 1:
             # (A region inside has calls of its own, which are not told one by one.)
             inside = isinstance(call.func, str) and call.func not in (RETURN, DATA)
-            if inside or self.at >= self.stop:
-                self.watch()
+            if (inside or self.at >= self.rerun.stop) and self.rerun.may_begin():
+                self.watch_now()
         return super().log(call)
 
     def left(self, number: int) -> Tensor:
@@ -63,6 +61,91 @@ class Replayer(Listener):
         if t is None:
             raise departures.not_left(self.region)
         return t
+
+
+class ReplayFollower(Follower):
+    """Compares a replay with the script that its forward has left or followed."""
+
+    def __init__(self, region: Region, rerun: LateLedger, standins: list[Tensor]) -> None:
+        super().__init__(region, region.script, standins)
+        self.rerun, self.stop = rerun, rerun.stop
+        if region.changed:
+            self.steps = [*self.steps]
+            for i, call in region.changed.items():
+                self.steps[i] = step_of(call)
+
+    def watch(self) -> None:
+        if self.rerun.may_begin():
+            self.watch_now()
+
+    def watch_now(self) -> None:
+        """Let the ledger listen."""
+        self.ledger = self.rerun.begin(self.at)
+
+    def standin_for(self, t: Tensor, number: int) -> Tensor:
+        # (See NOTE [by place].)
+        if -1 - number < self.n_args or levels.alive(t) is not t:
+            raise Differs
+        if any([known is not None and known() is t for known in self.refs]):
+            raise Differs
+        if _torch.level_of(t) > 0:
+            raise Differs
+        return self.standins[-1 - number]
+
+    def keep(self, make: Any, due: Call) -> Tensor:
+        self.advance()
+        return self.standins[due.kept]  # type: ignore[index]
+
+    def calls_made(self) -> list[Call]:
+        return self.region.calls()[: self.at]
+
+    def hand_over(self) -> Replayer:
+        heir = self.heir = Replayer(self.region, self.rerun, self.standins)
+        heir.take_over(self)
+        if self.ledger is not None:
+            heir.ledgers = (self.ledger,)
+        elif self.region.draws:
+            heir.watch_now()
+        return heir
+
+    def left(self, number: int) -> Tensor:
+        """No script is followed by a replay that has further results to find."""
+        raise AssertionError(number)
+
+
+class LateLedger:
+    """The ledger of a replay, which begins to listen at the first call that leaves out."""
+
+    def __init__(self, region: Region, live: Any, kept: Sequence[Tensor]) -> None:
+        self.region, self.live, self.kept = region, live, kept
+        self.stop = region.script.ran.left_out - 1
+        self.here = _here()
+        self.rerun: Rerun | None = None  # when it has begun
+
+    def may_begin(self) -> bool:
+        """Whether the program has entered no mode; what an engine runs has modes of its own."""
+        return _here() == self.here
+
+    def begin(self, at: int) -> Rerun:
+        """Listen when so many calls have run."""
+        region = self.region
+        kept = region.kept.given(self.kept) if region.kept is not NOTHING else {}
+        self.rerun = rerun = Rerun(region.script.ran, self.live, kept)
+        rerun.begin(at)
+        rerun.draws_again = bool(region.draws)
+        _torch.push_dispatch_mode(rerun)
+        return rerun
+
+    def end(self) -> None:
+        """The region's code has returned."""
+        if self.rerun is not None and _torch.pop_dispatch_mode(None) is not self.rerun:
+            raise AssertionError("functx: a dispatch mode was left behind")
+        if self.region.kept is not NOTHING:
+            self.region.kept.end()
+
+    def holds_unwritten(self) -> bool:
+        """Whether memory that was not computed is alive."""
+        return self.rerun is not None and self.rerun.holds_unwritten()
 
 
 def _here() -> tuple[int, int]:
@@ -93,29 +176,37 @@ def replay(
             _tell_of_draws(region)
             entry.restored = Restored(region.draws)
             entry.restored.begin()
-        region.settings.put(entry.settings)
+        modes = []
+        if region.settings != entry.settings:
+            region.settings.put(entry.settings)
+            modes = region.settings.modes(entry.settings)
         entry.stop_caching(region.settings)
-        modes = region.settings.modes(entry.settings)
         for mode in modes:
             _torch.push_function_mode(mode)
-        attempt = partial(_attempt, region, level, values, kept, wanted)
 
         def run() -> tuple[list[Any], list[Tensor]]:
+            live = None if wanted is None else region.script.ran.live
             try:
-                return attempt(None if wanted is None else region.ran.live)
+                return _attempt(region, level, values, kept, wanted, live)
             except BeginAgain:
                 entry.cut_back(depth, len(modes))
                 if entry.restored is not None:
                     entry.restored.rewind()
-                return attempt(None)
+                return _attempt(region, level, values, kept, wanted, None)
 
-        with ExitStack() as around:
-            for observer in observers.of_replays if wanted is not None else ():
-                around.enter_context(observer(region.options.name))
+        if observers.of_replays and wanted is not None:
+            with ExitStack() as around:
+                for observer in observers.of_replays:
+                    around.enter_context(observer(region.options.name))
+                result = levels.at_depth(depth, run)
+        elif depth == entry.functorch:
+            result = run()
+        else:
             result = levels.at_depth(depth, run)
         for _ in modes:
             _torch.pop_function_mode()
-        entry.settings.put(region.settings)
+        if region.settings != entry.settings:
+            entry.settings.put(region.settings)
         entry.settle()
         drawn = None if entry.restored is None else entry.restored.differ()
         if drawn is not None and region.options.determinism_check != "none":
@@ -149,15 +240,17 @@ def _attempt(
     _torch.set_grad_enabled(connected or wanted is not None)
     numbers: dict[int, int] = {}
     leaves = standins = [*values]
-    for i, required in enumerate(region.slots[0]) if level == 0 else ():
-        if required:
-            leaves[i] = _leaf(values[i], connected)
+    if level == 0:
+        for i, required in enumerate(region.slots[0]):
+            if required:
+                leaves[i] = _leaf(values[i], connected)
     for k in range(max(level, 1), len(frames) + 1):
         numbers[k] = frames[k - 1].enter()
         standins = _lifted(frames[k - 1], region.slots[k], standins, numbers[k])
         leaves = standins if k == level else leaves
     _alias_repeated(standins)
-    standins = copied(standins, region.written)
+    if region.written:
+        standins = copied(standins, region.written)
     classes = function_classes() if level else ""
     with _torch.RequiresGradAllowed() if frames else nullcontext():  # as in functx's transforms
         results, rerun = _body(region, standins, kept, live)
@@ -191,6 +284,8 @@ def _lifted(frame: Any, slots: list[Any], values: Sequence[Tensor], number: int)
 
 def _leaf(value: Tensor, connected: bool) -> Tensor:
     """A leaf for a value at the base level; part of the caller's graph where that is recorded."""
+    if not connected and _torch.peek_interpreter() is None and not _torch.dispatch_depth():
+        return value.detach().requires_grad_()
     if connected and value.requires_grad:
         return graphs.same_value(value, partial(torch.ops.aten.alias.default, value))
     return graphs.same_value(value, value.detach).requires_grad_()
@@ -217,23 +312,31 @@ def _edge(t: Tensor, leaves: list[Tensor]) -> Any:
 
 def _body(
     region: Region, standins: list[Tensor], kept: Sequence[Tensor], live: Any
-) -> tuple[list[Tensor], Rerun]:
-    rerun = Rerun(region.ran, live, region.kept.given(kept))
-    rerun.draws_again = bool(region.draws)
-    replayer = Replayer(region, rerun, standins)
+) -> tuple[list[Tensor], LateLedger]:
+    rerun = LateLedger(region, live, kept)
+    follows = region.script.steps is not None and not region.further
+    replayer = (ReplayFollower if follows else Replayer)(region, rerun, standins)
     # (What another mode calls is no call of the region: only where this one is seen to be busy.)
-    if region.draws or region.ran.left_out == 0 or _torch.dispatch_depth():
+    # (And a replay inside of one that has put generators back is to know of it; no script that is
+    # followed has one inside.)
+    draws = bool(region.draws) and not follows
+    if draws or region.script.ran.left_out == 0 or _torch.dispatch_depth():
         replayer.watch_now()
     _torch.push_function_mode(replayer)
     mode = torch.is_grad_enabled()
     out = region.body(*standins[: region.n_args])
     if torch.is_grad_enabled() is not mode:  # as in the forward
         _torch.set_grad_enabled(mode)
-    results = replayer.finish(out)
+    out = tree.partition(out)[0]
+    results = replayer.returns(out) if isinstance(replayer, ReplayFollower) else None
+    if results is None:
+        replayer = replayer.listener()
+        results = replayer.finish(out)
     del out
     _torch.pop_function_mode()
-    if replayer.watching and _torch.pop_dispatch_mode(None) is not rerun:
-        raise AssertionError("functx: a dispatch mode was left behind")
-    region.kept.end()
-    results = [results[i] for i in region.results]
-    return results + [replayer.left(number) for number in region.further], rerun
+    rerun.end()
+    if len(region.script.results) < len(results):
+        results = [results[i] for i in region.script.results]
+    if region.further:
+        results += [replayer.left(number) for number in region.further]
+    return results, rerun

@@ -6,7 +6,7 @@ the precision of matrix products. Grad mode is on in a replay, as it was where t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,18 +17,14 @@ from functx._torch import flags
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
-class Settings:
-    """What is set now."""
+class Settings(NamedTuple):
+    """What is set at one time; two of them are compared as a whole."""
 
-    def __init__(self) -> None:
-        self.flags = flags.read()
-        self.casts: Any = None  # by device, whether autocast is enabled, and its dtype
-        if _torch.any_autocast():
-            enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
-            self.casts = {d: (enabled(d), dtype(d)) for d in _AUTOCAST_DEVICES}
-        self.caches = self.casts is not None and torch.is_autocast_cache_enabled()
-        self.device = _torch.default_device() if _torch.function_depth() else None
-        self.norms = _torch.function_depth() > 0 and norm_derivatives.are_defined()
+    flags: tuple[Any, ...]
+    casts: Any  # by device, whether autocast is enabled, and its dtype; ``None`` without autocast
+    caches: bool  # whether autocast keeps the casts of weights
+    device: torch.device | None  # of ``with torch.device(...)``
+    norms: int  # what is done with normalisations; see `norm_derivatives`
 
     def modes(self, now: Settings) -> list[Any]:
         """The function modes that a replay needs, where ``now`` is."""
@@ -47,3 +43,16 @@ class Settings:
                 torch.set_autocast_enabled(device, enabled)
                 if dtype is not None:
                     torch.set_autocast_dtype(device, dtype)
+
+
+def settings_now() -> Settings:
+    """What is set now."""
+    casts: Any = None
+    if _torch.any_autocast():
+        enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+        casts = {d: (enabled(d), dtype(d)) for d in _AUTOCAST_DEVICES}
+    caches = casts is not None and torch.is_autocast_cache_enabled()
+    if not _torch.function_depth():  # no mode is on: neither a device nor one for normalisations
+        return Settings(flags.read(), casts, caches, None, 0)
+    device, norms = _torch.default_device(), norm_derivatives.are_defined()
+    return Settings(flags.read(), casts, caches, device, norms)

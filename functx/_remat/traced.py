@@ -123,7 +123,7 @@ class _Forward(forward.Forward):
         """Make the node; from now on the results, at the base level, are what it gives."""
         region, inputs, tracer = self.region, self.inputs, self.mode.tracer
         operands = inputs.values[0]
-        given = [self.record.writes.given[i] for i in region.written_outside()]
+        given = [self.writes.given[i] for i in region.written_outside()]
         new = [torch.empty_like(t) for t in given]
 
         def explicit(*values: Tensor) -> tuple[Tensor, ...]:

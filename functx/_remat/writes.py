@@ -20,7 +20,7 @@ from functx._remat.region import Inputs
 class Writes:
     """The inputs' memory as it was before the region first wrote to it."""
 
-    def __init__(self, inputs: Inputs, made: set[int], title: str) -> None:
+    def __init__(self, inputs: Inputs, made: set[int], title: Any) -> None:
         self.inputs, self.title = inputs, title
         self.made = made  # inputs that are made of data inside: their memory is the region's own
         self.before: dict[int, Any] = {}  # by storage: its copy
@@ -59,6 +59,21 @@ class Writes:
         """An input, at the base level, as it was."""
         base = levels.base_of(self.inputs.standins[i])
         return levels.at_depth(0, partial(_view, base, self.before[storage]))
+
+
+def check_written(standins: list[Tensor], constants: list[int], made: set[int], title: Any) -> None:
+    """A call has written to inputs: no history may have got into ``constants`` (rule 4)."""
+    for number in constants:
+        standin = standins[number]
+        if number in made or not levels.is_tracked(standin):
+            continue
+        if not standin._is_view():
+            standin.detach_()
+        raise departures.refused(
+            f"{title} writes a value that requires grad into a tensor of shape "
+            f"{tuple(standin.shape)} that it did not make; its gradient would be lost. Write "
+            "its detach(), or return the value."
+        )
 
 
 def copied(standins: list[Tensor], written: list[list[int]]) -> list[Tensor]:

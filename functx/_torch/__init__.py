@@ -16,7 +16,6 @@ import torch.autograd.forward_ad as fwAD
 from torch._C import _functorch
 from torch._functorch import eager_transforms as _eager_transforms
 from torch._functorch import pyfunctorch as _pyfunctorch
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses import fake_tensor as _fake_tensor
 from torch._subclasses import functional_tensor as _functional_tensor
 from torch.autograd.function import _SingleLevelFunction
@@ -115,8 +114,13 @@ def apply_at_level(apply: Any, *args: Any) -> Any:
     """Make a node of a single-level Function, by its ``apply``."""
     if peek_interpreter() is None:
         return apply(*args)
-    with enable_single_level_autograd_function():
+    # (What torch's context `enable_single_level_autograd_function` does, which takes longer.)
+    before = _F.get_single_level_autograd_function_allowed()
+    _F.set_single_level_autograd_function_allowed(True)
+    try:
         return apply(*args)
+    finally:
+        _F.set_single_level_autograd_function_allowed(before)
 
 
 _classes = torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER
@@ -226,6 +230,8 @@ def alive(t: Any) -> Any:
 
 def require_grad(t: torch.Tensor) -> torch.Tensor:
     """``t.requires_grad_()``, also for a wrapper inside a transform."""
+    if requires_grad_is_allowed():
+        return t.requires_grad_()
     with RequiresGradAllowed():
         return t.requires_grad_()
 

@@ -41,6 +41,9 @@ FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 ]
 
 
-def read() -> list[Any]:
+_getters = [getter for getter, _ in FLAGS]
+
+
+def read() -> tuple[Any, ...]:
     """What each of `FLAGS` is now."""
-    return [getter() for getter, _ in FLAGS]
+    return tuple([getter() for getter in _getters])

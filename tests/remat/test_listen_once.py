@@ -9,14 +9,14 @@ from torch import nn
 
 import functx
 from functx import _torch
-from functx._remat import plans
+from functx._remat import script
 
 from .programs import STACKS, X, Y
 
 
 @pytest.fixture(autouse=True)
 def _no_plans_of_other_tests():
-    plans.known.clear()
+    script._of_code.clear()
 
 
 def listens():
@@ -204,7 +204,7 @@ def test_functions_of_one_code_are_told_apart_by_what_they_close_over():
     for make in (lambda f: functx.remat(lambda x: f(x * 2).sum()), with_a_default):
         for f in (torch.sin, torch.exp, torch.square):
             found = count(lambda make=make, f=f: STACKS["backward"](make(f), X.clone()))
-            plans.known.clear()
+            script._of_code.clear()
             assert found == count(lambda make=make, f=f: STACKS["backward"](make(f), X.clone()))
 
 

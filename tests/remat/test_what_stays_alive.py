@@ -17,7 +17,7 @@ from references import assert_same
 from torch import nn
 
 import functx
-from functx._remat import plans
+from functx._remat import script
 
 policies = functx.checkpoint_policies
 TIMES = 5
@@ -162,10 +162,10 @@ def test_methods_of_one_name_of_different_objects_are_different_functions():
 
 
 def test_plans_are_bounded(monkeypatch):
-    monkeypatch.setattr(plans, "_MANY", 10)
+    monkeypatch.setattr(script, "_MANY", 10)
     y, x = leaf(), tensor()
     for _ in range(25):
         remat(holding(t=x))(y)
         remat(Holder().method)(y)
         remat(x.clone().mul)(y)
-    assert 0 < len(plans.known) <= 10
+    assert 0 < len(script._of_code) <= 10
