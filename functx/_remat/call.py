@@ -17,7 +17,7 @@ from functx._core.source_location import Place
 from functx._remat import arguments, cells, departures, forward, levels, sharding
 from functx._remat.observers import observers
 from functx._remat.region import Options
-from functx._remat.script import OF_CODE, code_of
+from functx._remat.script import OF_NO_REGION
 from functx._torch import compiler
 
 
@@ -55,8 +55,8 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     frozen = cells.frozen(f)
     tensors, call, again = _prepared(f, sharding.guarded(frozen), args, kwargs, options.name)
     try:
-        scripts = options.scripts or OF_CODE
-        return forward.run(call, again, tensors, options, title, code_of(f), scripts)
+        scripts = options.scripts or OF_NO_REGION
+        return forward.run(call, again, tensors, options, title, f, scripts)
     except RuntimeError as error:
         if "no compiled frames" not in str(error):  # torch's, of fullgraph=True
             raise

@@ -286,6 +286,7 @@ class Follower(TorchFunctionMode, Listening):
 
     def returns(self, results: list[Tensor]) -> list[Tensor] | None:
         """The region's code has returned: what the engine hands on; ``None`` if it departs."""
+        self.asleep = True
         step = self.steps[self.at]
         if step.func != RETURN or len(results) != len(step.given):
             return None
@@ -294,7 +295,6 @@ class Follower(TorchFunctionMode, Listening):
         except Differs:
             return None
         self.advance()
-        self.asleep = True
         if min(step.given, default=1) > 0:
             return results
         return [

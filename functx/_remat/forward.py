@@ -27,7 +27,7 @@ from functx._remat.ledger import Record, ledgers
 from functx._remat.listener import Body, Listener, listening
 from functx._remat.observers import observers
 from functx._remat.region import Inputs, Options, Region
-from functx._remat.script import Script
+from functx._remat.script import Partly, Script, code_of
 from functx._remat.writes import Writes
 from functx._torch import graphs
 
@@ -40,8 +40,8 @@ class Forward:
     captures_of: Any = Captures
     writes_of: Any = Writes
 
-    def __init__(self, region: Region, outer: Listener | None) -> None:
-        self.region, self.outer = region, outer
+    def __init__(self, region: Region, outer: Listener | None, function: Any) -> None:
+        self.region, self.outer, self.function = region, outer, function
 
     def run(self, body: Body, tensors: list[Tensor]) -> tuple[list[Tensor], Any, Any]:
         """The results on their nodes, further ones with their numbers, and how the first were.
@@ -49,10 +49,11 @@ class Forward:
         (They were a tree, which `tree.combine` puts together again.)
         """
         region, options = self.region, self.region.options
+        around = None if self.outer is None else self.outer.last[0]  # this call, in its log
         region.frames = levels.frames() if _torch.peek_interpreter() is not None else []
         region.n_args, region.draws = len(tensors), None
         region.written, region.changed, region.kept = [], {}, saving.NOTHING
-        region.further = []
+        region.further, region.left_behind = [], ()
         in_graph = self.in_graph = _torch.tracing() and not self.traces
         if (options.preserve_rng_state or self.traces) and not in_graph:
             region.draws = Draws(python=options.preserve_rng_state == "all")
@@ -95,7 +96,8 @@ class Forward:
             self.results = [places.index(i) for i in range(len(results))]
             self.places = places
         else:
-            places = listener.script.places
+            self.results, self.places = listener.script.results, listener.script.places
+            places = self.places
             if len(listener.script.results) < len(results):
                 results = [results[i] for i in listener.script.results]
         if region.draws is not None:
@@ -106,8 +108,8 @@ class Forward:
         further: list[tuple[int, Tensor]] = []
         if inputs.lowest <= len(region.frames):  # else nobody differentiates it
             results, further = self._finish(results)
-        if self.outer is not None:
-            self.outer.last[0].inner = self.listener.calls
+        if around is not None:
+            around.inner = self.listener.calls
         if left is not mode:
             _torch.set_grad_enabled(left)
         return [results[i] for i in places], further, how
@@ -140,10 +142,13 @@ class Forward:
 
     def follower(self) -> Follower | None:
         """What follows an earlier run, if there was one with such arguments."""
-        region = self.region
-        for found in region.scripts.fitting(self.key, region.code):
-            return ForwardFollower(region, self.inputs, found, self.key, self.first_node)
-        return None
+        fitting = self.region.scripts.fitting(self.key, self.function)
+        if not fitting:
+            return None
+        if fitting[0].partly is Partly.AND_FOLLOWED:
+            fitting[0].partly = Partly.NO
+            return None
+        return ForwardFollower(self.region, self.inputs, fitting, self.first_node)
 
     def recorder(self) -> Captures:
         """What records the run."""
@@ -242,6 +247,7 @@ class Forward:
         told.made, told.results, told.places = listener.made, self.results, self.places
         told.ran = listener.leave_out(results)
         told.nodes, told.serial, told.reached = self.nodes, listener.serial, self.inputs.reached
+        told.partly = Partly.YES if listener.record.followed else Partly.NO
         told.steps = None
         region.left_behind = [known for known, number in listener.known.values() if number > 0]
         return told
@@ -249,12 +255,15 @@ class Forward:
     def _leave_script(self) -> None:
         """Later runs may follow the script of this one, if its calls tell all."""
         region, told = self.region, self.region.script
-        if told.steps is None:
+        is_new = told.steps is None
+        if is_new:
             hides = self.key is None or self.listener.hides
             if hides or not script.tell_all(told.calls):
                 return
             told.steps = [*map(script.step_of, told.calls)]
-        region.scripts.put_first(told, region.code)
+        elif told.partly is Partly.YES and self.listener.follows_whole:
+            told.partly = Partly.AND_FOLLOWED
+        region.scripts.put_first(told, self.function, is_new=is_new)
 
     def _further_results(self, leaves: list[Tensor]) -> list[tuple[int, Tensor]]:
         if isinstance(self.listener, Follower):
@@ -281,19 +290,19 @@ def run(
     tensors: list[Tensor],
     options: Options,
     title: Any,
-    code: Any = None,
+    function: Any = None,
     scripts: Any = None,
     forward: Any = None,
 ) -> Any:
     """Run ``body``, and remember how to run it ``again``; returns its results, on nodes.
 
     Both take ``tensors``, and return what a tree holds. Later runs find the script of this one in
-    ``scripts``, or by the ``code``; each run is recorded where ``scripts`` is ``None``.
+    ``scripts``, or by the ``function``; each run is recorded where ``scripts`` is ``None``.
     ``forward`` makes a `Forward` of the region and the listener around; if ``None``, what traces
     here does, or that itself.
     """
     if forward is None and observers.tracers:
-        return observers.tracers[-1](body, again, tensors, options, title, code, scripts)
+        return observers.tracers[-1](body, again, tensors, options, title, function, scripts)
     outer = listening()
     if outer is not None:
         tensors = outer.take(options.name, tensors)
@@ -308,10 +317,11 @@ def run(
         entry.take_hooks()
         entry.take_norms()
         region = Region()
-        region.title, region.code, region.scripts, region.body = title, code, scripts, again
+        region.title, region.code, region.body = title, code_of(function), again
+        region.scripts = scripts
         region.options, region.settings = options, entry.settings
         since = graphs.last_node()
-        results, further, how = (forward or Forward)(region, outer).run(body, tensors)
+        results, further, how = (forward or Forward)(region, outer, function).run(body, tensors)
         graphs.close(since, options.name, "forward")
         if entry.norms is not None:  # here, lest an interrupt comes before its exit has begun
             _torch.push_function_mode(entry.norms)

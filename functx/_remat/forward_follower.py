@@ -26,11 +26,12 @@ class ForwardFollower(Follower):
     """Follows a script in a forward; the recorder takes over where a call departs."""
 
     def __init__(
-        self, region: Region, inputs: Inputs, script: Script, key: Any, first_node: int
+        self, region: Region, inputs: Inputs, scripts: list[Script], first_node: int
     ) -> None:
-        super().__init__(region, script, inputs.standins)
-        self.inputs, self.kinds, self.key, self.first_node = inputs, script.kinds, key, first_node
-        self.tried = [script]  # whatever happened
+        super().__init__(region, scripts[0], inputs.standins)
+        self.inputs, self.kinds, self.first_node = inputs, scripts[0].kinds, first_node
+        self.others = scripts[1:]  # which may be tried where a call departs
+        self.follows_whole = True  # the script, from its first call on
         self.depth, self.modes = _torch.functorch_depth(), _torch.dispatch_depth()
         self.foreign: dict[int, Tensor] = {}  # by the number of an input, what was captured
         self.changed: dict[int, Call] = {}  # calls with other numbers than those of the script
@@ -47,8 +48,9 @@ class ForwardFollower(Follower):
             return standins[k]
         if not self._is_foreign(t):
             raise Differs
+        standin = self._admitted(levels.alive(t), k)
         self.foreign[k] = t
-        return self._admitted(levels.alive(t), k)
+        return standin
 
     def _is_foreign(self, t: Tensor) -> bool:
         """Whether ``t`` was made outside; what looks otherwise is left to the recorder."""
@@ -66,9 +68,12 @@ class ForwardFollower(Follower):
             value = _torch.inner_of(value)
 
     def _admitted(self, value: Tensor, k: int) -> Tensor:
-        """The stand-in of a further input, of the kind that the script has."""
-        standin = self.inputs.admit(value)
-        if len(self.kinds) <= k or self.inputs.kinds[k] != self.kinds[k]:
+        """The stand-in of a further input, if it is of the kind that the script has."""
+        inputs = self.inputs
+        sizes = [len(values) for values in inputs.values]
+        standin = inputs.admit(value)
+        if len(self.kinds) <= k or inputs.kinds[k] != self.kinds[k]:
+            inputs.take_back(sizes)
             raise Differs
         return standin
 
@@ -78,25 +83,13 @@ class ForwardFollower(Follower):
             t = _torch.inner_of(t)
         if due.kept != len(self.standins):
             return self.hand_over().keep(lambda: t)
-        self.foreign[due.kept] = t
         try:
             standin = self._admitted(t, due.kept)
         except Differs:  # of another shape, say
-            self._take_back(due.kept)
             return self.hand_over().keep(lambda: t)
+        self.foreign[due.kept] = t
         self.advance()
         return standin
-
-    def _take_back(self, k: int) -> None:
-        """The input that was admitted last is none."""
-        inputs = self.inputs
-        del self.foreign[k]
-        inputs.leaves.pop(id(inputs.standins.pop()), None)
-        inputs.kinds.pop()
-        inputs.memory.pop()
-        for values, slots in zip(inputs.values, inputs.slots):
-            values.pop()
-            slots.pop()
 
     # -- calls
 
@@ -140,6 +133,12 @@ class ForwardFollower(Follower):
             check_written(self.standins, constants, self.script.made, self.region.title)
         return out
 
+    def calls_made(self) -> list[Call]:
+        calls = super().calls_made()
+        for i, call in self.changed.items():
+            calls[i] = call
+        return calls
+
     # -- departures
 
     def departed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -151,15 +150,13 @@ class ForwardFollower(Follower):
 
     def _another(self) -> bool:
         """Whether there is another script that begins with the calls made so far: go on by that."""
-        at, region = self.at, self.region
-        for script in region.scripts.fitting(self.key, region.code):
-            if any(script is one for one in self.tried):
-                continue
-            self.tried.append(script)
-            n = len(self.standins)
+        at, n = self.at, len(self.standins)
+        while self.others:
+            script = self.others.pop(0)
             if script.steps[:at] == self.steps[:at] and script.kinds[:n] == self.inputs.kinds:
                 self.script, self.steps, self.kinds = script, script.steps, script.kinds
                 self.refs += [None] * (script.serial + 1 - len(self.refs))
+                self.follows_whole = at == 0
                 return True
         return False
 

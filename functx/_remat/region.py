@@ -119,6 +119,16 @@ class Inputs:
         self.standins.append(standin)
         return standin
 
+    def take_back(self, sizes: list[int]) -> None:
+        """Undo the last `admit`, before which each level had so many values."""
+        self.standins.pop()
+        self.kinds.pop()
+        self.memory.pop()
+        for n, values, slots in zip(sizes, self.values, self.slots):
+            del values[n:], slots[n:]
+        for key in [key for key, (k, i) in self.places.items() if i >= sizes[k]]:
+            del self.places[key], self.leaves[key]
+
     def _admitted_at_the_base(self, t: Tensor) -> Tensor:
         """What `_cut` does, without levels."""
         required = t.requires_grad
@@ -133,6 +143,7 @@ class Inputs:
         if k == 0:
             required = t.requires_grad
             self.slots[0].append(required)
+            self.memory[-1].append(_torch.storage_of(t))
             kind += t.shape, t.dtype, t.device, required
             return self._leaf(levels.detached(t), 0) if required else t
         frame = self.frames[k - 1]

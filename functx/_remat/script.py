@@ -7,7 +7,8 @@ script. A later run that is given inputs of the same kinds *follows* the script 
 is compared with the script before it is made, and nothing is written down. Where a call departs, the
 run is recorded from there on, and leaves a script of its own, whose first calls are those of the
 other one; of these its replay leaves none out. So a branch that a function takes now and then costs
-one recorded run, and is followed afterwards, too.
+one recorded run, and is followed afterwards, too. (Once such a script has been followed from start
+to end, the next run is recorded as a whole, and its replays leave out all that they may.)
 
 A script decides on time alone. Each call is compared in the forward and in the replay; that nobody
 reads what a script leaves out is checked in the replay (NOTE [leaving out]).
@@ -19,15 +20,18 @@ return, or which call regions and transforms inside.
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any, NamedTuple
+from weakref import ref
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from functx._remat.calls import DATA, INSIDE, NAMED, RETURN, Call
+from functx._core import is_of
+from functx._remat.calls import ATOMS, DATA, INSIDE, NAMED, RETURN, Call, is_plain
+from functx._remat.cells import Wrapper
 from functx._remat.ledger import Ran
 
 _FOLLOWED = {RETURN, DATA, NAMED}  # calls of no function that a follower knows
@@ -44,13 +48,23 @@ class Step(NamedTuple):
     call: Call
 
 
+class Partly(enum.Enum):
+    """Whether a script has been recorded from the first call on."""
+
+    NO = enum.auto()
+    YES = enum.auto()
+    AND_FOLLOWED = enum.auto()  # from start to end: the next run is to be recorded as a whole
+
+
 class Script:
-    """What one run has told; it is only read."""
+    """What one run has told."""
 
     __slots__ = (
-        *("calls", "key", "kinds", "made", "nodes", "places", "ran", "reached", "results"),
-        *("serial", "steps"),
+        *("calls", "key", "kinds", "made", "nodes", "partly", "places", "ran", "reached"),
+        *("results", "serial", "steps"),
     )
+    # Whether it has begun with another script; and has been followed from start to end since.
+    partly: Partly
     key: Any  # of runs that may follow it; see `forward`
     calls: list[Call]  # the log
     steps: list[Step] | None  # the same for a follower; ``None`` where the calls do not tell all
@@ -80,12 +94,16 @@ def step_of(call: Call) -> Step:
     return Step(call.func, call.grad, call.given, call.is_plain, result, call)
 
 
-_MANY = 1000  # scripts that are found by the code of their function
+_MANY = 1000  # scripts that are found by what their function is
 _ENOUGH = 8  # scripts of one region
 
 
 class Scripts:
-    """The scripts of one region, that which was followed last first; a copy in a pickle has none."""
+    """The scripts of one region, that which was followed last first; a copy in a pickle has none.
+
+    A region that has none yet, such as one of a closure that is made anew at each call, takes those
+    of other regions of the same function: of one code, which closes over the same.
+    """
 
     def __init__(self) -> None:
         self.own: list[Script] = []
@@ -93,50 +111,99 @@ class Scripts:
     def __reduce__(self) -> Any:
         return Scripts, ()
 
-    def fitting(self, key: Any, code: Any) -> Iterator[Script]:
-        """Scripts of runs with such arguments: the region's own first, then others of its code."""
-        for script in self.own:
-            if script.key == key:
-                yield script
-        known = _of_code.get(id(code))
-        for script in known[1] if known is not None else ():
-            if script.key == key:
-                yield script
+    def fitting(self, key: Any, f: Any) -> list[Script]:
+        """Scripts of earlier runs of ``f`` with such arguments, that which fits best first."""
+        scripts = self.own
+        if not scripts and (identity := identity_of(f)) is not None:
+            found = _of_code.get(id(identity[0]), ())
+            scripts = [script for other, script in found if _are_equal(other, identity)]
+        return [script for script in scripts if script.key == key]
 
-    def put_first(self, script: Script, code: Any) -> None:
+    def put_first(self, script: Script, f: Any, *, is_new: bool) -> None:
         """A run has followed a script, or left it."""
-        if self is not OF_CODE and not (self.own and self.own[0] is script):
+        if self is not OF_NO_REGION and not (self.own and self.own[0] is script):
             self.own = [script, *(s for s in self.own if s is not script)][:_ENOUGH]
-        if code is None:
-            return
-        held, others = _of_code.get(id(code), (code, []))
-        if others and others[0] is script:
-            return
-        is_new = script not in others
-        _of_code[id(code)] = held, [script, *(s for s in others if s is not script)][: _ENOUGH * 4]
-        if is_new:
-            _of_code.move_to_end(id(code))
-            while sum(len(scripts) for _, scripts in _of_code.values()) > _MANY:
-                _of_code.popitem(last=False)
+        if is_new and (identity := identity_of(f)) is not None:
+            found = _of_code.pop(id(identity[0]), [])
+            _of_code[id(identity[0])] = [(identity, script), *found][: 4 * _ENOUGH]
+            while sum(map(len, _of_code.values())) > _MANY:
+                _of_code.popitem(last=False)  # to which nothing was added for the longest time
 
 
-OF_CODE = Scripts()  # of a call that is of no region made before: those of its code
-# By the id of what is called, which is held, so that the id stays what it is.
-_of_code: OrderedDict[int, tuple[Any, list[Script]]] = OrderedDict()
+OF_NO_REGION = Scripts()  # for calls such as `functx.checkpoint(f, x)`, which make a region each
+# By the id of a function's code, which the identities hold, so that the id stays what it is.
+_of_code: OrderedDict[int, list[tuple[Any, Script]]] = OrderedDict()
+
+
+def identity_of(f: Any) -> Any:
+    """What tells a function from others; it holds no tensor and no object of the program's.
+
+    Its code, and what it closes over or is a method of, but for tensors and floating point numbers.
+    ``None`` where nothing tells: it closes over a list, say.
+    """
+    parts: list[Any] = []
+    _identify(f, parts, set())
+    return None if None in parts else tuple(parts)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # ``__eq__`` of an object in the closure may raise any error
+        return False
+
+
+def _identify(x: Any, parts: list[Any], seen: set[int]) -> None:
+    kind = type(x)
+    if kind is types.FunctionType:
+        parts.append(x.__code__)
+        if id(x) in seen:
+            return
+        seen.add(id(x))
+        for given in (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()):
+            _identify(given, parts, seen)
+        for cell in x.__closure__ or ():
+            try:
+                _identify(cell.cell_contents, parts, seen)
+            except ValueError:  # not bound yet
+                parts.append(None)
+    elif kind is functools.partial:
+        for inner in (x.func, *x.args, *x.keywords, *x.keywords.values()):
+            _identify(inner, parts, seen)
+    elif kind is types.MethodType:
+        _identify(x.__func__, parts, seen)
+        parts.append(_reference(x.__self__))
+    elif issubclass(kind, Wrapper):
+        _identify(x.function, parts, seen)
+    elif kind is types.BuiltinFunctionType:  # a function of C, or a method: ``x.mul`` holds ``x``
+        parts += x.__qualname__, _part(x.__self__)
+    else:
+        parts.append(_part(x))
+
+
+def _part(x: Any) -> Any:
+    """What an object is in an identity."""
+    kind = type(x)
+    if kind is float or issubclass(kind, Tensor):
+        return kind
+    if (type(kind) is type and kind in ATOMS) or (kind is tuple and is_plain(x)):
+        return kind, x
+    return _reference(x)
+
+
+def _reference(x: Any) -> Any:
+    """A weak reference as a part of an identity; ``None`` where there can't be one."""
+    if is_of(x, (list, tuple, dict, set, frozenset)):  # ``__hash__`` of a class may load its items
+        return None
+    try:
+        hash(x)
+        return ref(x)
+    except Exception:  # ``__hash__`` of a class may raise any error
+        return None
 
 
 def code_of(f: Any) -> Any:
-    """What scripts of a function are found by, which holds no object of the program's.
-
-    ``None`` where there is no such thing: a method of C's, ``x.mul``, holds its tensor.
-    """
-    kind = type(f)
-    if kind is types.FunctionType:
-        return f.__code__
-    if kind is types.MethodType or kind is functools.partial:
-        return code_of(f.__func__ if kind is types.MethodType else f.func)
-    if kind is types.BuiltinFunctionType:
-        return f if isinstance(f.__self__, (types.ModuleType, type, type(None))) else None
-    if kind is types.MethodDescriptorType or kind is types.WrapperDescriptorType:
-        return f
-    return getattr(kind.__call__, "__code__", None) if not issubclass(kind, Tensor) else None
+    """The code of a function, for messages; ``None`` if it is not Python."""
+    while type(f) in (types.MethodType, functools.partial):
+        f = f.__func__ if type(f) is types.MethodType else f.func
+    return getattr(f, "__code__", None)

@@ -102,7 +102,7 @@ def test_a_branch_that_is_taken_later_is_right_and_is_listened_to(first, later):
         x = X.clone().requires_grad_()
         (expected,) = torch.autograd.grad(f(x), x)
         assert_same(ours, expected)
-    assert forwards == [(True, True), (False, False), (False, True), (True, True)]
+    assert forwards == [(True, True), (False, False), (False, True), (False, False)]
 
 
 @pytest.mark.parametrize("later", [torch.cos, torch.square])

@@ -108,7 +108,7 @@ def gradient(f, y):
 
 @pytest.fixture(autouse=True)
 def _plans_of_its_own(monkeypatch):
-    monkeypatch.setattr(plans, "known", {})
+    monkeypatch.setattr(script, "_of_code", OrderedDict())
 
 
 @pytest.mark.parametrize("run", ENTRIES.values(), ids=ENTRIES)
