@@ -19,7 +19,6 @@ from functx._core import tree
 from functx._policies import warn_of_unlisted_names
 from functx._remat import leaving, levels, node, saving, script
 from functx._remat.captures import Captures
-from functx._remat.follow import Follower
 from functx._remat.forward_follower import ForwardFollower
 from functx._remat.generators import Draws
 from functx._remat.guard import StackGuard
@@ -40,6 +39,9 @@ class Forward:
     captures_of: Any = Captures
     writes_of: Any = Writes
 
+    writes: Writes  # to the inputs' memory
+    listener: ForwardFollower | Captures  # to the region's calls
+
     def __init__(self, region: Region, outer: Listener | None, function: Any) -> None:
         self.region, self.outer, self.function = region, outer, function
 
@@ -48,28 +50,19 @@ class Forward:
 
         (They were a tree, which `tree.combine` puts together again.)
         """
-        region, options = self.region, self.region.options
-        around = None if self.outer is None else self.outer.last[0]  # this call, in its log
-        region.frames = levels.frames() if _torch.peek_interpreter() is not None else []
-        region.n_args, region.draws = len(tensors), None
-        region.written, region.changed, region.kept = [], {}, saving.NOTHING
-        region.further, region.left_behind = [], ()
-        in_graph = self.in_graph = _torch.tracing() and not self.traces
-        if (options.preserve_rng_state or self.traces) and not in_graph:
+        region, outer, options = self.region, self.outer, self.region.options
+        around = None if outer is None else outer.last[0]  # this call, in the log around
+        region.n_args = len(tensors)
+        if _torch.peek_interpreter() is not None:
+            region.frames = levels.frames()
+        self.in_graph = _torch.tracing() and not self.traces
+        if (options.preserve_rng_state or self.traces) and not self.in_graph:
             region.draws = Draws(python=options.preserve_rng_state == "all")
             region.draws.note_default(tensors)
         inputs = self.inputs = Inputs(region.frames)
         self.first_node = _torch.next_sequence_number()
-        listener: Any = None
         self.key = self.key_of(tensors)
-        if self.key is not None:
-            listener = self.follower()
-        if listener is None:
-            listener = self.recorder()
-            if not inputs.standins:
-                for t in tensors:
-                    listener.admit(levels.alive(t))
-            listener.begin()
+        listener = self.listener = self.listener_for(tensors)
         _torch.push_function_mode(listener)
         mode = torch.is_grad_enabled()
         out = body(*inputs.standins)
@@ -79,40 +72,45 @@ class Forward:
         if left is not mode:
             _torch.set_grad_enabled(mode)
         out, how = tree.partition(out)
-        results = None
-        if isinstance(listener, Follower):
-            results = listener.returns(out) if listener.heir is None else None
-            if results is None:
-                listener = listener.listener()
-        self.listener = listener
-        if results is None:
-            results = listener.finish(out)
+        results, places = self.results_of(out)
         del out
-        _torch.pop_function_mode()
-        if isinstance(listener, Captures):
-            listener.end()
-            self.warn_of_names(listener.record)
-            results, places = _deduplicated(results)
-            self.results = [places.index(i) for i in range(len(results))]
-            self.places = places
-        else:
-            self.results, self.places = listener.script.results, listener.script.places
-            places = self.places
-            if len(listener.script.results) < len(results):
-                results = [results[i] for i in listener.script.results]
         if region.draws is not None:
             region.draws.end()
-        if not region.frames and any([t.requires_grad for t in results]):
-            inputs.lowest = 0  # if only a leaf is differentiated that no mode has seen
+        n = len(region.frames)
+        if not n and inputs.lowest and any([t.requires_grad for t in results]):
+            inputs.lowest = 0  # only a leaf is differentiated that no mode has seen
         tensors = []
         further: list[tuple[int, Tensor]] = []
-        if inputs.lowest <= len(region.frames):  # else nobody differentiates it
-            results, further = self._finish(results)
+        if inputs.lowest <= n:  # else nobody differentiates it
+            results, further = self.finish_in_levels(results) if n else self.finish(results)
         if around is not None:
             around.inner = self.listener.calls
         if left is not mode:
             _torch.set_grad_enabled(left)
         return [results[i] for i in places], further, how
+
+    def results_of(self, out: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+        """The code has returned: its results, each once, and which of these each of them is."""
+        results = None
+        if isinstance(self.listener, ForwardFollower):
+            if self.listener.heir is None:
+                results = self.listener.returns(out)
+            if results is None:
+                self.listener = self.listener.listener()
+        if results is None:
+            results = self.listener.finish(out)
+        _torch.pop_function_mode()
+        if isinstance(self.listener, ForwardFollower):
+            told = self.listener.script
+            self.results, self.places = told.results, told.places
+            if len(told.results) < len(results):
+                results = [results[i] for i in told.results]
+        else:
+            self.listener.end()
+            self.warn_of_names(self.listener.record)
+            results, self.places = _deduplicated(results)
+            self.results = [self.places.index(i) for i in range(len(results))]
+        return results, self.places
 
     # -- the two speeds
 
@@ -140,15 +138,21 @@ class Forward:
             tuple(inputs.kinds),
         )
 
-    def follower(self) -> Follower | None:
-        """What follows an earlier run, if there was one with such arguments."""
-        fitting = self.region.scripts.fitting(self.key, self.function)
-        if not fitting:
-            return None
-        if fitting[0].partly is Partly.AND_FOLLOWED:
-            fitting[0].partly = Partly.NO
-            return None
-        return ForwardFollower(self.region, self.inputs, fitting, self.first_node)
+    def listener_for(self, tensors: list[Tensor]) -> ForwardFollower | Captures:
+        """What follows an earlier run, if there was one with such arguments; or records this one."""
+        region, inputs = self.region, self.inputs
+        if self.key is not None:
+            fitting = region.scripts.fitting(self.key, self.function)
+            if fitting and fitting[0].partly is not Partly.AND_FOLLOWED:
+                return ForwardFollower(region, inputs, fitting, self.first_node)
+            if fitting:
+                fitting[0].partly = Partly.NO
+        captures = self.recorder()
+        if self.key is None:  # else they are admitted
+            for t in tensors:
+                captures.admit(levels.alive(t))
+        captures.begin()
+        return captures
 
     def recorder(self) -> Captures:
         """What records the run."""
@@ -168,75 +172,97 @@ class Forward:
         if record.names and policy is not None:
             warn_of_unlisted_names(policy, record.names, self.region.title)
 
-    # -- the end
+    # -- the end: let go of the tape, and hang the results on nodes
 
-    def _finish(self, results: list[Tensor]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
-        """Let go of the tape, and hang the results on nodes."""
+    def finish(self, results: list[Tensor]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
+        """The results at the base level, and further ones."""
+        region, inputs = self.region, self.inputs
+        leaves = self._leaves_unseen(results)
+        region.slots, region.script = inputs.slots, self._script(results)
+        kept = [] if region.kept is None else region.kept.take()
+        if region.written:
+            self.writes.put_before()
+        required = _required(results, 0, inputs)
+        fresh = [_off_the_tape(t, 0) for t in results]
+        n_results = len(fresh)
+        results.clear()
+        further = self._further_results(leaves)
+        if further:
+            region.further = [number for number, _ in further]
+            inputs.reached = None  # of these nothing is known
+            fresh += [t for _, t in further]
+            required += [True] * len(further)
+        self.begin_up(fresh)
+        fresh = self._attached(0, fresh, required, leaves, kept)
+        if not (leaves or further):
+            self._leave_script()
+        return fresh[:n_results], further
+
+    def finish_in_levels(self, results: list[Tensor]) -> tuple[list[Tensor], Any]:
+        """The results, inside of transforms; no further ones."""
         region, inputs = self.region, self.inputs
         frames, n, lowest = region.frames, len(region.frames), inputs.lowest
-        region.slots = inputs.slots
         # Level by level down to the lowest one that needs a node, ...
         parts, slots = {n: results}, {}
         for k in range(n, lowest, -1):
             parts[k - 1], slots[k] = frames[k - 1].lower_all(parts[k], k)
-        leaves = self._leaves_unseen(parts)
-        region.script = self._script([*results, *parts[lowest]])
-        kept = region.kept.take() if region.kept is not saving.NOTHING else []
+        leaves = self._leaves_unseen([t for values in parts.values() for t in values])
+        region.slots, region.script = inputs.slots, self._script([*results, *parts[lowest]])
+        kept = [] if region.kept is None else region.kept.take()
         if region.written:
             self.writes.put_before()
         required = {k: _required(parts[k], k, inputs) for k in range(lowest, n + 1)}
         # ... and up again.
         fresh = [_off_the_tape(t, lowest) for t in parts[lowest]]
-        results.clear()
-        n_results = len(fresh)
-        further: list[tuple[int, Tensor]] = []
-        if n == 0:
-            parts.clear()
-            if (further := self._further_results(leaves)) :
-                region.further = [number for number, _ in further]
-                inputs.reached = None
-                fresh += [t for _, t in further]
-                required[0] += [True] * len(further)
         self.begin_up(fresh)
         for k in range(lowest, n + 1):
             if k > lowest:
                 fresh = self.lift(frames[k - 1], fresh, slots[k], k)
-            extra = leaves if k == 0 else []
-            if True in required[k] and (inputs.requiring(k) or extra):
-                fresh = node.attach(
-                    *(region, k, inputs, extra, fresh, required[k], kept),
-                    self.outer is None,
-                )
+            fresh = self._attached(k, fresh, required[k], [] if k else leaves, kept)
+        results.clear()
         parts.clear()
-        if n:
-            self._check_nothing_left(fresh)
-        if not (leaves or further):
+        self._check_nothing_left(fresh)
+        if not leaves:
             self._leave_script()
-        return fresh[:n_results], further
+        return fresh, []
+
+    def _attached(
+        self, k: int, fresh: list[Tensor], required: list[bool], leaves: list[Tensor], kept: Any
+    ) -> list[Tensor]:
+        """The results at level k on their node, if they need one there."""
+        if True not in required:
+            return fresh
+        requiring = self.inputs.requiring(k)
+        if not (requiring or leaves):
+            return fresh
+        if observers.of_nodes and self.outer is None:
+            for callback in observers.of_nodes:
+                callback([*self.inputs.values[k]], self.region.options.name, k)
+        return node.attach(self.region, k, self.inputs, requiring, leaves, fresh, required, kept)
 
     def _recorder_now(self) -> Captures:
         """What has recorded the run; if it has followed a script to its end, what goes on."""
-        if isinstance(self.listener, Follower):
-            self.listener = self.listener.listener()
+        if isinstance(self.listener, ForwardFollower):
+            self.listener = self.listener.hand_over()
             self.listener.end()
-        return self.listener  # type: ignore[return-value]
+        return self.listener
 
-    def _leaves_unseen(self, parts: dict[int, list[Tensor]]) -> list[Tensor]:
+    def _leaves_unseen(self, results: list[Tensor]) -> list[Tensor]:
         """Leaves on the tape that no mode has seen, and which inputs the results depend on."""
         self.nodes = _torch.next_sequence_number() - self.first_node
         listener = self.listener
-        if isinstance(listener, Follower) and listener.script.nodes == self.nodes:
+        if isinstance(listener, ForwardFollower) and listener.script.nodes == self.nodes:
             self.inputs.reached = listener.script.reached
             return []
-        captures = self._recorder_now()
-        return captures.leaves_unseen([t for values in parts.values() for t in values])
+        return self._recorder_now().leaves_unseen(results)
 
     def _script(self, results: list[Tensor]) -> Script:
         """What this run has told."""
         region, listener = self.region, self.listener
-        if isinstance(listener, Follower):
-            self.writes, region.changed = listener.writes, listener.changed
-            if self.writes is not None:
+        if isinstance(listener, ForwardFollower):
+            region.changed = listener.changed
+            if listener.writes is not None:
+                self.writes = listener.writes
                 region.written = self.writes.inputs_written()
             region.left_behind = listener.refs
             return listener.script
@@ -266,13 +292,16 @@ class Forward:
         region.scripts.put_first(told, self.function, is_new=is_new)
 
     def _further_results(self, leaves: list[Tensor]) -> list[tuple[int, Tensor]]:
-        if isinstance(self.listener, Follower):
-            if not self.listener.leaves_something(()):
-                return []
+        """What is alive and requires grad, and was not returned."""
+        listener = self.listener
+        if isinstance(listener, ForwardFollower) and not listener.leaves_something(()):
+            return []
         return leaving.further_results(self._recorder_now(), leaves)
 
     def _check_nothing_left(self, results: list[Tensor]) -> None:
-        if isinstance(self.listener, Follower) and not self.listener.leaves_something(results):
+        """Inside of transforms, nothing that requires grad may be alive."""
+        listener = self.listener
+        if isinstance(listener, ForwardFollower) and not listener.leaves_something(results):
             return
         leaving.check_nothing_left(self._recorder_now(), results)
 
@@ -313,16 +342,18 @@ def run(
         if len(tensors) < len(places):
             body, again = _given_each_once(body, places), _given_each_once(again, places)
     with StackGuard(outer) as entry:
-        entry.stop_caching(entry.settings)
+        if entry.settings.caches:
+            entry.stop_caching()
         entry.take_hooks()
         entry.take_norms()
         region = Region()
         region.title, region.code, region.body = title, code_of(function), again
         region.scripts = scripts
         region.options, region.settings = options, entry.settings
-        since = graphs.last_node()
+        since = graphs.last_node() if entry.dispatch else None
         results, further, how = (forward or Forward)(region, outer, function).run(body, tensors)
-        graphs.close(since, options.name, "forward")
+        if entry.dispatch:
+            graphs.close(since, options.name, "forward")
         if entry.norms is not None:  # here, lest an interrupt comes before its exit has begun
             _torch.push_function_mode(entry.norms)
             entry.norms = None

@@ -8,6 +8,7 @@ are on; on any exception it cuts back to that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,22 +22,18 @@ from functx._remat.settings import Settings, settings_now
 class StackGuard:
     """The depth of torch's stacks, its modes and settings, at an entry: a context."""
 
-    __slots__ = (
-        *("dispatch", "duals", "function", "functorch", "fwd", "grad", "hooks", "nesting", "norms"),
-        *("outer", "restored", "settings", "uncached"),
-    )
+    hooks: Sequence[Any] = ()  # saved-tensor hooks that the entry took off, outermost last
+    norms: Any = None  # likewise the function mode for norms
+    restored: Any = None  # generators that were set back
+    uncached = False  # autocast's cache was switched off
 
     def __init__(self, outer: Any) -> None:
         self.function, self.dispatch = _torch.function_depth(), _torch.dispatch_depth()
         self.functorch = _torch.functorch_depth()
         self.grad, self.fwd = torch.is_grad_enabled(), _torch.fwd_grad_enabled()
         self.duals, self.nesting = _torch.dual_level(), _torch.jvp_nesting()
-        self.hooks: list[Any] = []  # saved-tensor hooks that the entry took off, outermost last
-        self.norms: Any = None  # likewise the function mode for norms
         self.settings: Settings = settings_now()
         self.outer = outer  # the listener of the region around, which sleeps in the context
-        self.restored: Any = None  # generators that were set back
-        self.uncached = False  # autocast's cache was switched off
 
     def __enter__(self) -> StackGuard:
         if self.outer is not None:
@@ -51,7 +48,7 @@ class StackGuard:
             self.restored.put_back()
         while self.hooks:
             _torch.push_saved_tensor_hooks(*self.hooks[-1])
-            self.hooks.pop()
+            self.hooks = self.hooks[:-1]
         if self.norms is not None:
             _torch.push_function_mode(self.norms)
         if self.uncached:
@@ -59,11 +56,10 @@ class StackGuard:
         if self.outer is not None:
             self.outer.asleep = False
 
-    def stop_caching(self, settings: Settings) -> None:
+    def stop_caching(self) -> None:
         """Do without autocast's cache: with it replays cast less, and casts outlive their tape."""
-        if settings.caches:
-            self.uncached = True
-            torch.set_autocast_cache_enabled(False)
+        self.uncached = True
+        torch.set_autocast_cache_enabled(False)
 
     def cut_back(self, functorch: int | None = None, modes: int = 0) -> None:
         """Undo what was entered since, but for some function modes, and levels to some depth."""
@@ -85,12 +81,14 @@ class StackGuard:
     def take_hooks(self) -> None:
         """Take off the saved-tensor hooks around until the exit: they are for what nodes save."""
         while (hooks := _torch.top_saved_tensor_hooks(True)) is not None:
-            self.hooks.append(hooks)
+            self.hooks = [*self.hooks, hooks]
             _torch.pop_saved_tensor_hooks()
 
     def take_norms(self) -> None:
         """Take off the function mode for norms, which would see the engine: listeners stand in."""
-        top = _torch.function_mode_at(self.function - 1) if self.function else None
+        if not self.function:
+            return
+        top = _torch.function_mode_at(self.function - 1)
         if type(top) in (NormsByDefinition, NormsInOneDtype):
             self.function, self.norms = self.function - 1, top
             _torch.pop_function_mode()

@@ -15,21 +15,21 @@ from torch import Tensor
 from functx import _torch
 from functx._core import uncompiled
 from functx._remat import departures, levels, pullback
-from functx._remat.observers import observers
 from functx._remat.region import Inputs, Region
 
 
 class Payload:
     """What a node knows beside what it saves."""
 
+    __slots__ = ("level", "n_leaves", "n_values", "region", "requiring", "versions", "wanted")
     region: Region  # what to replay
     level: int  # that the node belongs to
     n_values: int  # how many it keeps of its level, ...
     n_leaves: int  # ... and how many leaves that no mode saw, after them
     requiring: list[int]  # the values that require grad, and the leaves
     wanted: list[int]  # which results of the level require grad, in the order of its outputs
-    # Shape and version of each value: autograd's own check sees wrappers only.
-    versions: list[Any]
+    # Version of each value: autograd's own check sees wrappers only.
+    versions: list[int]
 
 
 class RegionNode(_torch.SingleLevelFunction):
@@ -37,14 +37,12 @@ class RegionNode(_torch.SingleLevelFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, payload: Payload, outs: Any, saved: list[Tensor], *requiring: Tensor
+        ctx: Any, payload: Payload, outs: tuple[Tensor, ...], saved: list[Tensor], *requiring: Tensor
     ) -> Any:
         ctx.payload = payload
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        # torch lets nobody write to a Function's view: what shares its memory would not know. (At a
-        # level that can't be had, since in here no level below records it.)
-        return tuple(levels.at_depth(0, partial(t.view_as, t)) if s else t for t, s in outs)
+        return outs
 
     @staticmethod
     @uncompiled
@@ -79,48 +77,62 @@ def _is_asked(node: Any) -> bool:
         return True
 
 
-def _sharing(results: list[Tensor], inputs: Inputs, n: int) -> list[bool]:
-    """Whether each result shares its memory with an input, or with another.
+def _sharing(results: list[Tensor], inputs: Inputs, n: int) -> list[Tensor]:
+    """Results at the base level, those that share memory with an input or another as views.
 
-    The first ``n`` were returned. The others are the program's own tensors, which stay themselves.
+    torch lets nobody write to a Function's view: what shares its memory would not know. (At a level
+    above that can't be had, since in a Function no level below records it.) The first ``n`` were
+    returned. The others are the program's own tensors, which stay themselves.
     """
-    memory = [_torch.storage_of(levels.base_of(t)) for t in results]
-    shared = [inputs.holds(t) or (m != -1 and memory.count(m) > 1) for t, m in zip(results, memory)]
-    return [s and i < n for i, s in enumerate(shared)]
+    memory = [_torch.storage_of(t) for t in results]
+    held = {m for parts in inputs.memory for m in parts if m != -1}
+    if held.isdisjoint(memory) and (len(memory) == 1 or len({*memory}) == len(memory)):
+        return results
+    shared = [m in held or (m != -1 and memory.count(m) > 1) for m in memory]
+    return [
+        levels.at_depth(0, partial(t.view_as, t)) if s and i < n else t
+        for i, (t, s) in enumerate(zip(results, shared))
+    ]
 
 
 def attach(
     region: Region,
     level: int,
     inputs: Inputs,
+    requiring: list[int],
     leaves: list[Tensor],
     results: list[Tensor],
     required: list[bool],
     kept: list[Tensor],
-    outermost: bool,
 ) -> list[Tensor]:
     """The results at one level, off the tape, those that are ``required`` to have grad on a node.
 
-    It keeps the inputs, ``leaves`` that no mode saw, and what the policy keeps; copies, of tensors
-    of inference mode. Observers are told of nodes of regions that are in no other one.
+    It keeps the inputs, of which those in ``requiring`` require grad, ``leaves`` that no mode saw,
+    and what the policy keeps; copies, of tensors of inference mode.
     """
-    values, requiring = inputs.values[level], inputs.requiring(level)
-    if outermost:
-        for callback in observers.of_nodes:
-            callback([*values], region.options.name, level)
+    values = inputs.values[level]
     payload = Payload()
     payload.region, payload.level = region, level
     payload.n_values, payload.n_leaves = len(values), len(leaves)
-    payload.requiring = [*requiring, *range(len(values), len(values) + len(leaves))]
-    payload.wanted = [i for i, r in enumerate(required) if r]
-    saved = [t.clone() if t.is_inference() else t for t in (*values, *leaves, *kept)]
-    payload.versions = _versions(saved) if level else []
-    behind = [results[i] for i in payload.wanted]
-    n_returned = sum([i < len(region.script.results) for i in payload.wanted])
-    shared = [False] * len(behind) if level else _sharing(behind, inputs, n_returned)
-    tracked = [values[i] for i in requiring] + leaves
-    got = _torch.apply_at_level(RegionNode.apply, payload, zip(behind, shared), saved, *tracked)
+    payload.wanted = wanted = [i for i, r in enumerate(required) if r]
+    payload.requiring, tracked = requiring, [values[i] for i in requiring]
+    saved = values
+    if leaves or kept:
+        payload.requiring = [*requiring, *range(len(values), len(values) + len(leaves))]
+        tracked += leaves
+        saved = [*values, *leaves, *kept]
+    if any([t.is_inference() for t in saved]):
+        saved = [t.clone() if t.is_inference() else t for t in saved]
+    behind = [results[i] for i in wanted]
+    if level:
+        payload.versions = _versions(saved)
+    else:
+        n_returned = sum([i < len(region.script.results) for i in wanted])
+        behind = _sharing(behind, inputs, n_returned)
+    got = _torch.apply_at_level(RegionNode.apply, payload, tuple(behind), saved, *tracked)
+    if len(wanted) == len(results):
+        return [*got]
     results = list(results)
-    for i, t in zip(payload.wanted, got):
+    for i, t in zip(wanted, got):
         results[i] = t
     return results

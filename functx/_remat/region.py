@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +48,6 @@ class Options:
 class Region:
     """What a replay needs to know; it holds no tensor of the program's."""
 
-    __slots__ = (
-        *("title", "options", "code", "scripts", "body", "n_args", "settings", "frames", "draws"),
-        *("script", "slots", "written", "changed", "kept", "further", "left_behind"),
-    )
     # Set when it is called:
     title: Any  # what messages call it: the function, and the line that called it
     options: Options
@@ -59,16 +56,16 @@ class Region:
     body: Any  # takes tensors, returns what the function returns
     n_args: int  # how many inputs are the body's arguments; the others are captured
     settings: Settings  # what torch had set
-    frames: list[levels.Frame]  # the levels around, outermost first
-    draws: Any  # the generators that it drew from; ``None`` if they are left alone
+    frames: Sequence[levels.Frame] = ()  # the levels around, outermost first
+    draws: Any = None  # the generators that it drew from; ``None`` if they are left alone
     # Set when it has run:
     script: Script  # what it called, and what ran
     slots: list[Any]  # for each level above 0, how each of its values is made of those below
-    written: list[list[int]]  # by the memory that it wrote of its inputs, which inputs lie there
-    changed: dict[int, Call]  # calls with other numbers than those of the script
-    kept: Any  # which entries' values the policy kept
-    further: list[int]  # numbers of results that left otherwise than by return
-    left_behind: Any  # what it made, weakly, by number
+    written: Sequence[list[int]] = ()  # by the memory that it wrote of its inputs, which inputs lie there
+    changed: Mapping[int, Call] = {}  # calls with other numbers than those of the script
+    kept: Any = None  # which entries' values the policy kept; ``None`` if there is no policy
+    further: Sequence[int] = ()  # numbers of results that left otherwise than by return
+    left_behind: Sequence[Any] = ()  # what it made, weakly
 
     def calls(self) -> list[Call]:
         """The log of its forward."""
@@ -94,7 +91,7 @@ class Inputs:
         *("standins", "values"),
     )
 
-    def __init__(self, frames: list[levels.Frame]) -> None:
+    def __init__(self, frames: Sequence[levels.Frame]) -> None:
         self.frames = frames
         n = len(frames)
         self.values: list[list[Tensor]] = [[] for _ in range(n + 1)]
@@ -164,11 +161,6 @@ class Inputs:
         self.leaves[id(t)], self.places[id(t)] = t, (k, len(self.values[k]) - 1)
         self.lowest = min(self.lowest, k)
         return t
-
-    def holds(self, t: Tensor) -> bool:
-        """Whether a tensor is in the memory of an input."""
-        storage = _torch.storage_of(levels.base_of(t))
-        return storage != -1 and any(storage in memory for memory in self.memory)
 
     def requiring(self, k: int) -> list[int]:
         """Which of the values at level k require grad there, and are what the results depend on."""

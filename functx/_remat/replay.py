@@ -26,7 +26,6 @@ from functx._remat.ledger import BeginAgain, Record, Rerun, ledgers
 from functx._remat.listener import Listener, listening
 from functx._remat.observers import observers
 from functx._remat.region import NEVER, Region
-from functx._remat.saving import NOTHING
 from functx._remat.script import step_of
 from functx._remat.writes import copied
 from functx._torch import graphs
@@ -129,7 +128,7 @@ class LateLedger:
     def begin(self, at: int) -> Rerun:
         """Listen when so many calls have run."""
         region = self.region
-        kept = region.kept.given(self.kept) if region.kept is not NOTHING else {}
+        kept = {} if region.kept is None else region.kept.given(self.kept)
         self.rerun = rerun = Rerun(region.script.ran, self.live, kept)
         rerun.begin(at)
         rerun.draws_again = bool(region.draws)
@@ -140,7 +139,7 @@ class LateLedger:
         """The region's code has returned."""
         if self.rerun is not None and _torch.pop_dispatch_mode(None) is not self.rerun:
             raise AssertionError("functx: a dispatch mode was left behind")
-        if self.region.kept is not NOTHING:
+        if self.region.kept is not None:
             self.region.kept.end()
 
     def holds_unwritten(self) -> bool:
@@ -180,7 +179,8 @@ def replay(
         if region.settings != entry.settings:
             region.settings.put(entry.settings)
             modes = region.settings.modes(entry.settings)
-        entry.stop_caching(region.settings)
+        if region.settings.caches:
+            entry.stop_caching()
         for mode in modes:
             _torch.push_function_mode(mode)
 

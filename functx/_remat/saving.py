@@ -80,9 +80,6 @@ class Keeping:
             self._fetcher.end()
 
 
-NOTHING = Keeping({})
-
-
 class Given:
     """The kept results of one operation, in a replay."""
 

@@ -113,11 +113,11 @@ class Scripts:
 
     def fitting(self, key: Any, f: Any) -> list[Script]:
         """Scripts of earlier runs of ``f`` with such arguments, that which fits best first."""
-        scripts = self.own
-        if not scripts and (identity := identity_of(f)) is not None:
-            found = _of_code.get(id(identity[0]), ())
-            scripts = [script for other, script in found if _are_equal(other, identity)]
-        return [script for script in scripts if script.key == key]
+        own = [script for script in self.own if script.key == key]
+        if own or not _of_code or (identity := identity_of(f)) is None:
+            return own
+        found = _of_code.get(id(identity[0]), ())
+        return [s for other, s in found if s.key == key and _are_equal(other, identity)]
 
     def put_first(self, script: Script, f: Any, *, is_new: bool) -> None:
         """A run has followed a script, or left it."""
