@@ -64,8 +64,8 @@ class Call:
     """One entry of the log."""
 
     __slots__ = (
-        *("draws", "func", "further", "given", "grad", "inner", "is_plain", "kept", "results"),
-        "writes",
+        *("draws", "func", "further", "given", "grad", "inner", "is_flat", "is_plain", "kept"),
+        *("results", "writes"),
     )
 
     def __init__(self, func: Any, given: list[Any]) -> None:
@@ -81,16 +81,19 @@ class Call:
         self.further: dict[int, int] = {}
         # Of a call that makes a tensor of data, the number of the input that it became:
         self.kept: int | None = None
-        # It is given tensors and plain values, one an entry of `given`, makes one new tensor of them,
-        # and does no more:
-        self.is_plain = False
+        # It is given tensors and plain values, one an entry of `given`; and it makes one new tensor of
+        # them, and does no more:
+        self.is_flat = self.is_plain = False
         self.draws = False  # it draws random numbers
         self.writes = False  # it writes to memory that it has not made
 
 
 def in_a_row(args: Any, kwargs: Any) -> list[Any]:
     """Arguments as `Call.given` lists them."""
-    return [*args, *(x for item in kwargs.items() for x in item)]
+    row = [*args]
+    for item in kwargs.items():
+        row += item
+    return row
 
 
 def read_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

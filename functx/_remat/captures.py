@@ -135,14 +135,14 @@ class Captures(Listener):
         call, record = self.last[0], self.record
         call.draws, call.writes = record.draws_now, record.writes_now
         record.draws_now = record.writes_now = False
+        call.is_flat = len(call.given) == len(operands) and all(map(is_simple, operands))
         call.is_plain = (
-            type(out) is Tensor
+            call.is_flat
+            and type(out) is Tensor
             and call.results[0][0] not in call.given
             and call.results[0][0] not in self.leaves
             and not (call.draws or call.writes or call.func in _MORE)
             and not (self.norms and call.func in NORMALISATIONS)
-            and len(call.given) == len(operands)
-            and all(map(is_simple, operands))
         )
         return out
 

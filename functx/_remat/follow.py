@@ -60,6 +60,7 @@ class Follower(TorchFunctionMode, Listening):
         self.n_args, self.norms = region.n_args, region.settings.norms
         self.at = 0  # how many calls have been made
         self.refs: list[Any] = [None] * (script.serial + 1)  # by number, weakly, what was returned
+        self.numbers: dict[int, int] = {}  # by the id of a result, which may be gone
         self.asleep = False  # the region's code has returned
         self.heir: Listener | None = None  # what goes on, where a call has departed
         self.given: list[Any] = []  # when stand-ins have been dropped, they, weakly
@@ -117,12 +118,10 @@ class Follower(TorchFunctionMode, Listening):
         if at >= self.stop and ledger is None:
             self.watch()
             ledger = self.ledger
-        due, grad, wanted, plain, result, _ = step = self.steps[at]
-        if not plain or func is not due:
+        due, grad, wanted, is_flat, is_plain, result, _ = step = self.steps[at]
+        if not is_flat or func is not due or grad is not torch.is_grad_enabled():
             return self.other(step, func, args, kwargs or {})
         given = args if not kwargs else in_a_row(args, kwargs)
-        if len(given) != len(wanted) or grad is not torch.is_grad_enabled():
-            return self.departed(func, args, kwargs)
         try:
             operands = self.operands(given, wanted)
         except Differs:
@@ -130,21 +129,33 @@ class Follower(TorchFunctionMode, Listening):
         self.at = at + 1
         if ledger is not None:
             ledger.next_call()
-        if operands is given:
-            out = func(*args, **kwargs) if kwargs else func(*args)
-        elif kwargs:
+        if operands is not given:
             n = len(args)
-            out = func(*operands[:n], **dict(zip(operands[n::2], operands[n + 1 :: 2])))
-        else:
-            out = func(*operands)
+            args = operands[:n]
+            if kwargs:
+                kwargs = dict(zip(operands[n::2], operands[n + 1 :: 2]))
+        if not is_plain:
+            out = self.execute(step.call, func, args, kwargs)
+            return self.returned(step, out, given, operands)
+        out = func(*args, **kwargs) if kwargs else func(*args)
         number, shape, dtype = result
         if not isinstance(out, Tensor) or out.shape != shape or out.dtype is not dtype:
             return self.differs(step, out, given, operands)
         if operands is not given:  # no stand-in must get into a module
             for t, a in zip(operands, given):
                 out = a if t is out and t is not a else out
-        self.refs[number] = ref(out)
+        self.know(out, number)
         return out
+
+    def know(self, t: Tensor, number: int) -> None:
+        """``t`` is a result."""
+        self.refs[number] = ref(t)
+        self.numbers[id(t)] = number
+
+    def is_result(self, t: Tensor) -> bool:
+        """Whether ``t`` is a result."""
+        known = self.refs[self.numbers.get(id(t), 0)]
+        return known is not None and known() is t
 
     def operands(self, given: Any, wanted: list[Any]) -> Any:
         """What to call with, for a flat list of arguments: ``given`` itself, or a new list.
@@ -153,6 +164,8 @@ class Follower(TorchFunctionMode, Listening):
             Differs: something is not what the script has.
         """
         refs, standins, operands = self.refs, self.standins, given
+        if len(given) != len(wanted):
+            raise Differs
         for i, due in enumerate(wanted):
             a = given[i]
             if type(due) is int:
@@ -191,7 +204,7 @@ class Follower(TorchFunctionMode, Listening):
                 self.advance()
                 return x
             if func in HOOKS:
-                if self.number_made(args[0]) == 0:
+                if not self.is_result(args[0]):
                     return self.departed(func, args, kwargs)
                 return func(*args, **kwargs)
             if not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
@@ -244,16 +257,20 @@ class Follower(TorchFunctionMode, Listening):
         tensors = list[Tensor]()
         _collect(out, tensors)
         results = step.call.results
-        swapped = {id(b): a for a, b in zip(given, operands) if a is not b}
-        if len(tensors) != len(results) or (swapped and type(out) is not Tensor):
+        swapped = operands is not given and {
+            id(b): a for a, b in zip(given, operands) if a is not b
+        }
+        if len(tensors) != len(results):
+            return self.differs(step, out, given, operands)
+        if swapped and type(out) is not Tensor and any([id(t) in swapped for t in tensors]):
             return self.differs(step, out, given, operands)
         for t, (number, shape, dtype) in zip(tensors, results):
             if t.shape != shape or t.dtype is not dtype or not self._may_be(t, number):
                 return self.differs(step, out, given, operands)
         for t, (number, _, _) in zip(tensors, results):
             if number > 0:
-                self.refs[number] = ref(t)
-        return swapped.get(id(out), out)
+                self.know(t, number)
+        return swapped.get(id(out), out) if swapped else out
 
     def _may_be(self, t: Tensor, number: int) -> bool:
         """Whether a result may have this number: it is new, or that operand."""
@@ -262,13 +279,6 @@ class Follower(TorchFunctionMode, Listening):
         elif self.refs[number] is None or (known := self.refs[number]()) is None:
             return True
         return known is t or levels.base_of(known) is levels.base_of(t)
-
-    def number_made(self, t: Tensor) -> int:
-        """The number of a result; 0 if it is none."""
-        for number, known in enumerate(self.refs):
-            if known is not None and known() is t:
-                return number
-        return 0
 
     def departed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call is not as expected: it is handed on."""

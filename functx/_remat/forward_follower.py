@@ -54,7 +54,7 @@ class ForwardFollower(Follower):
 
     def _is_foreign(self, t: Tensor) -> bool:
         """Whether ``t`` was made outside; what looks otherwise is left to the recorder."""
-        if any([known is not None and known() is t for known in self.refs]):
+        if self.is_result(t):
             return False
         value = levels.alive(t)
         if _torch.level_of(value) > self.depth:

@@ -43,7 +43,8 @@ class Step(NamedTuple):
     func: Any
     grad: bool
     given: list[Any]
-    is_plain: bool  # given tensors and plain values, it returns one new tensor, and does no more
+    is_flat: bool  # its arguments are tensors and plain values, one an entry of `given`
+    is_plain: bool  # is flat, returns one new tensor, and does no more
     result: Any  # number, shape and dtype of the first result; ``None`` if there is none
     call: Call
 
@@ -91,7 +92,7 @@ def tell_all(calls: list[Call]) -> bool:
 def step_of(call: Call) -> Step:
     """A call, as a follower compares it."""
     result = call.results[0] if call.results else None
-    return Step(call.func, call.grad, call.given, call.is_plain, result, call)
+    return Step(call.func, call.grad, call.given, call.is_flat, call.is_plain, result, call)
 
 
 _MANY = 1000  # scripts that are found by what their function is
