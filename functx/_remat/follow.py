@@ -135,7 +135,7 @@ class Follower(TorchFunctionMode, Listening):
             if kwargs:
                 kwargs = dict(zip(operands[n::2], operands[n + 1 :: 2]))
         if not is_plain:
-            out = self.execute(step.call, func, args, kwargs)
+            out = self.execute(step.call, func, args, kwargs or {})
             return self.returned(step, out, given, operands)
         out = func(*args, **kwargs) if kwargs else func(*args)
         number, shape, dtype = result

@@ -71,7 +71,7 @@ class Forward:
         left = torch.is_grad_enabled()
         if left is not mode:
             _torch.set_grad_enabled(mode)
-        out, how = tree.partition(out)
+        out, how = ([out], None) if type(out) is Tensor else tree.partition(out)
         results, places = self.results_of(out)
         del out
         if region.draws is not None:

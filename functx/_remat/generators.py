@@ -15,11 +15,11 @@ and a replay must leave each generator as the forward did: else somebody has dra
 
 from __future__ import annotations
 
-import ctypes
 import random
 import sys
 import threading
 from contextlib import suppress
+from ctypes import string_at
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class Draws:
 
     def note_default(self, tensors: list[Tensor]) -> None:
         """A region begins: note the default generators of the devices in use."""
-        self._note(torch.default_generator)
+        self.before = {torch.default_generator: torch.default_generator.get_state()}
         if torch.cuda.is_initialized():
             indices = {t.device.index for t in tensors if t.is_cuda} | {torch.cuda.current_device()}
             for index in sorted(indices):
@@ -80,8 +80,9 @@ class Draws:
         """The states of the generators that have been noted, as they are now."""
         return [_bytes(g.get_state()) for g in self.before]
 
-    def __bool__(self) -> bool:
-        return bool(self.before) or self.python is not None
+    def __len__(self) -> int:
+        """How many there are: none is left of a region that draws nothing."""
+        return len(self.before) + (self.python is not None)
 
     def end(self) -> None:
         """The region has run: forget the generators from which it has not drawn.
@@ -91,7 +92,7 @@ class Draws:
         """
         for g, before in [*self.before.items()]:
             after = g.get_state()
-            if g._cdata not in self.drawn and _bytes(after) == _bytes(before):  # type: ignore[attr-defined]
+            if g._cdata not in self.drawn and _are_equal(after, before):  # type: ignore[attr-defined]
                 del self.before[g]
             else:
                 self.after[g] = after
@@ -147,9 +148,15 @@ class Restored:
             _lock.release()
 
 
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two states are equal."""
+    n = one.numel()
+    return n == other.numel() and string_at(one.data_ptr(), n) == string_at(other.data_ptr(), n)
+
+
 def _bytes(state: Tensor) -> bytes:
     """What is in a state, without an operation that modes would see."""
-    return ctypes.string_at(state.data_ptr(), state.numel())
+    return string_at(state.data_ptr(), state.numel())
 
 
 def _python_states() -> tuple[Any, Any]:

@@ -28,10 +28,8 @@ class StackGuard:
     uncached = False  # autocast's cache was switched off
 
     def __init__(self, outer: Any) -> None:
-        self.function, self.dispatch = _torch.function_depth(), _torch.dispatch_depth()
-        self.functorch = _torch.functorch_depth()
-        self.grad, self.fwd = torch.is_grad_enabled(), _torch.fwd_grad_enabled()
-        self.duals, self.nesting = _torch.dual_level(), _torch.jvp_nesting()
+        self.stacks = _torch.stacks()
+        self.function, self.dispatch, self.functorch = self.stacks[:3]
         self.settings: Settings = settings_now()
         self.outer = outer  # the listener of the region around, which sleeps in the context
 
@@ -72,11 +70,14 @@ class StackGuard:
 
     def settle(self) -> None:
         """Put the modes back that levels change."""
-        if self.duals != _torch.dual_level() or self.nesting != _torch.jvp_nesting():
-            _torch.close_jvp_levels(self.duals, self.nesting)
-        if self.fwd != _torch.fwd_grad_enabled():
-            _torch.set_fwd_grad_enabled(self.fwd)
-        _torch.set_grad_enabled(self.grad)
+        now = _torch.stacks()[3:]
+        grad, forward_mode, duals, nesting = self.stacks[3:]
+        if now == (grad, forward_mode, duals, nesting):
+            return
+        if now[2:] != (duals, nesting):
+            _torch.close_jvp_levels(duals, nesting)
+        _torch.set_fwd_grad_enabled(forward_mode)
+        _torch.set_grad_enabled(grad)
 
     def take_hooks(self) -> None:
         """Take off the saved-tensor hooks around until the exit: they are for what nodes save."""

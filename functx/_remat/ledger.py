@@ -66,6 +66,7 @@ class Ran(NamedTuple):
     starts: list[int]  # where among them each call begins
     live: Any = None  # which of them a replay runs; ``None`` for all
     left_out: int = NEVER  # the first call in which it leaves out, or hands out kept values
+    in_graph: bool = False  # whether a graph was traced, in which what is drawn is kept
 
 
 class Ledger(_torch.TorchDispatchMode):
@@ -295,7 +296,8 @@ def leave_out(region: Region, record: Record, results: list[Tensor]) -> Ran:
         live = None  # (what code reads that no mode sees is not known)
     elif saver is None and (at := live.find(0)) >= 0:
         left_out = bisect_right(record.starts, at) - 1
-    return Ran(record.entries, record.starts, live, left_out)
+    in_graph = any(e.kind is DRAWN for e in record.entries)
+    return Ran(record.entries, record.starts, live, left_out, in_graph)
 
 
 def _is_plain(out: Any) -> bool:
@@ -335,7 +337,7 @@ class Rerun(Ledger):
         super().__init__()
         self.entries, self.starts, self.kept = ran.entries, ran.starts, kept
         self.live = live  # which entries to run; ``None`` runs all
-        self.in_graph = any(e.kind is DRAWN for e in self.entries)
+        self.in_graph = ran.in_graph
         self.given: set[int] = set()  # memory of kept values that were handed out
         self.in_line = True  # whether all operations so far are entries
         self.draws_again = False  # whether the replay has put generators back
@@ -357,6 +359,16 @@ class Rerun(Ledger):
         is_view = operator.kind is VIEW
         touched = [] if is_view else [storage_of(t) for t in tensors_in(args, kwargs)]
         i = self._matching(operator, touched)
+        if i >= 0 and i not in self.kept and self.live is not None and not self.live[i]:
+            layout = self.entries[i].layout
+            if type(layout) is tuple and operator.kind is not WRITE:
+                # One tensor that nobody reads, which is the most frequent case.
+                size, stride, dtype, device = layout
+                out = torch.empty_strided(size, stride, dtype=dtype, device=device)
+                storage = _torch.memory_of(out)
+                self.hollow[storage._cdata] = reference = weakref.ref(storage)
+                self.made[storage._cdata] = i, reference
+                return out
         out = self._run(i, operator, touched, args, kwargs)
         if i >= 0 and not is_view:
             for t in [out] if type(out) is Tensor else tensors_in((out,), None):
@@ -391,9 +403,13 @@ class Rerun(Ledger):
         while i < self.end and entries[i].overload is None:
             i += 1
         found = i < self.end and entries[i].overload is operator.overload
-        if found and all(map(self._may_have_made, entries[i].makers, touched)):
-            self.i = i + 1
-            return i
+        if found:
+            for maker, storage in zip(entries[i].makers, touched):
+                if not self._may_have_made(maker, storage):
+                    break
+            else:
+                self.i = i + 1
+                return i
         self.i, self.in_line = self.end, False
         return -1
 
@@ -420,6 +436,8 @@ class Rerun(Ledger):
 
     def holds_unwritten(self) -> bool:
         """Whether memory that was not computed is alive."""
+        if not self.hollow:
+            return False
         hollow = [m for m, storage in self.hollow.items() if storage() is not None]
         noted = graphs.noted_after(self.since) if hollow else {}
         return any(not noted or _torch.storage_use_count(m) > 1 + noted[m] for m in hollow)

@@ -7,6 +7,7 @@ differentiates it (`pullback.RegionPullback`), so that derivatives of any order 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ class Payload:
     n_values: int  # how many it keeps of its level, ...
     n_leaves: int  # ... and how many leaves that no mode saw, after them
     requiring: list[int]  # the values that require grad, and the leaves
-    wanted: list[int]  # which results of the level require grad, in the order of its outputs
+    wanted: Sequence[int]  # which results of the level require grad, in the order of its outputs
     # Version of each value: autograd's own check sees wrappers only.
     versions: list[int]
 
@@ -85,7 +86,7 @@ def _sharing(results: list[Tensor], inputs: Inputs, n: int) -> list[Tensor]:
     returned. The others are the program's own tensors, which stay themselves.
     """
     memory = [_torch.storage_of(t) for t in results]
-    held = {m for parts in inputs.memory for m in parts if m != -1}
+    held = {m for parts in inputs.memory() for m in parts if m != -1}
     if held.isdisjoint(memory) and (len(memory) == 1 or len({*memory}) == len(memory)):
         return results
     shared = [m in held or (m != -1 and memory.count(m) > 1) for m in memory]
@@ -114,23 +115,31 @@ def attach(
     payload = Payload()
     payload.region, payload.level = region, level
     payload.n_values, payload.n_leaves = len(values), len(leaves)
-    payload.wanted = wanted = [i for i, r in enumerate(required) if r]
     payload.requiring, tracked = requiring, [values[i] for i in requiring]
     saved = values
     if leaves or kept:
         payload.requiring = [*requiring, *range(len(values), len(values) + len(leaves))]
         tracked += leaves
         saved = [*values, *leaves, *kept]
-    if any([t.is_inference() for t in saved]):
-        saved = [t.clone() if t.is_inference() else t for t in saved]
-    behind = [results[i] for i in wanted]
+    for t in saved:
+        if t.is_inference():
+            saved = [t.clone() if t.is_inference() else t for t in saved]
+            break
+    if False in required:
+        wanted = [i for i, r in enumerate(required) if r]
+        behind = [results[i] for i in wanted]
+    else:
+        wanted, behind = range(len(results)), results
+    payload.wanted = wanted
     if level:
         payload.versions = _versions(saved)
     else:
-        n_returned = sum([i < len(region.script.results) for i in wanted])
+        n_returned = len(region.script.results)
+        if region.further:
+            n_returned = sum([i < n_returned for i in wanted])
         behind = _sharing(behind, inputs, n_returned)
     got = _torch.apply_at_level(RegionNode.apply, payload, tuple(behind), saved, *tracked)
-    if len(wanted) == len(results):
+    if False not in required:
         return [*got]
     results = list(results)
     for i, t in zip(wanted, got):

@@ -31,7 +31,8 @@ def pull_back(
     n, m = payload.n_values, payload.n_values + payload.n_leaves
     body = RegionPullback(payload, saved[n:m], [payload.wanted[i] for i in given], asked)
     flat = saved[:n] + saved[m:] + [levels.alive(cotangents[i]) for i in given]
-    outer, since = listening(), graphs.last_node()
+    outer, traced = listening(), _torch.dispatch_depth() > 0
+    since = graphs.last_node() if traced else None
     if outer is not None:
         outer.asleep = True
     try:
@@ -50,7 +51,10 @@ def pull_back(
         if outer is not None:
             outer.asleep = False
     del flat
-    graphs.close(since, payload.region.options.name, "backward")
+    if traced:
+        graphs.close(since, payload.region.options.name, "backward")
+    if body.found == payload.requiring:
+        return grads  # type: ignore[no-any-return]
     found = dict(zip(body.found, grads))
     return [found.get(i) for i in payload.requiring]
 
@@ -73,28 +77,35 @@ class RegionPullback:
         payload = self.payload
         n, m = payload.n_values, len(flat) - len(self.results)
         values, kept, cotangents = [*flat[:n]], flat[n:m], flat[m:]
-        recorded = torch.is_grad_enabled()
-        since, first = graphs.last_node(), _torch.next_sequence_number()
+        recorded, traced = torch.is_grad_enabled(), _torch.dispatch_depth() > 0
+        since = graphs.last_node() if traced else None
+        first = _torch.next_sequence_number()
         edges, inputs = replay(payload.region, payload.level, values, kept, self.results)
-        graphs.close(since, payload.region.options.name, "replay")
+        if traced:
+            graphs.close(since, payload.region.options.name, "replay")
         inputs += self.leaves
-        pairs = [(e, c) for e, c in zip(edges, cotangents) if e is not None]
+        if None in edges:
+            cotangents = [c for e, c in zip(edges, cotangents) if e is not None]
+            edges = [e for e in edges if e is not None]
         if recorded and payload.level == 0:
-            sharding.refuse_lost_derivatives([e for e, _ in pairs], first)
-        del flat, values, cotangents, edges
-        if not pairs:
+            sharding.refuse_lost_derivatives(edges, first)
+        del flat, values
+        if not edges:
             self.found = []
             return []
         # At the base level, what is recorded of the pullback runs through the tape of the replay.
         retain = payload.level == 0 and recorded
-        grads = _torch.run_backward(
-            tuple(e for e, _ in pairs),
-            tuple(c for _, c in pairs),
+        grads: Sequence[Tensor | None] = _torch.run_backward(
+            tuple(edges),
+            tuple(cotangents),
             retain,
             recorded,
-            tuple(inputs[i] for i in self.asked),
+            tuple([inputs[i] for i in self.asked]),
             True,
             accumulate_grad=False,
         )
-        self.found = [i for i, g in zip(self.asked, grads) if g is not None]
+        if None in grads:
+            self.found = [i for i, g in zip(self.asked, grads) if g is not None]
+        else:
+            self.found = self.asked
         return [levels.alive(g) for g in grads if g is not None]

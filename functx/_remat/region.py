@@ -87,18 +87,19 @@ class Inputs:
     """
 
     __slots__ = (
-        *("frames", "kinds", "leaves", "lowest", "memory", "places", "reached", "slots"),
-        *("standins", "values"),
+        *("frames", "kinds", "leaves", "lowest", "places", "reached", "slots", "standins"),
+        *("stored", "values"),
     )
 
     def __init__(self, frames: Sequence[levels.Frame]) -> None:
         self.frames = frames
         n = len(frames)
-        self.values: list[list[Tensor]] = [[] for _ in range(n + 1)]
-        self.slots: list[list[Any]] = [[] for _ in range(n + 1)]  # at 0: whether it requires grad
+        self.values: list[list[Tensor]] = [[], *[[] for _ in frames]]
+        self.slots: list[list[Any]] = [[], *[[] for _ in frames]]  # at 0: whether it requires grad
         self.standins: list[Tensor] = []
         self.kinds: list[Any] = []  # of each, how its parts are wrapped, and what they are
-        self.memory: list[list[int]] = []  # of each input; of a dual, also that of its tangents
+        # Of each input the plain tensors inside, which lie in its memory; of a dual, also its tangent:
+        self.stored: list[Sequence[Tensor]] = []
         self.lowest = n + 1  # the lowest level that differentiates something
         self.leaves: dict[int, Tensor] = {}  # of all levels, by id
         self.places: dict[int, tuple[int, int]] = {}  # of each, its level and place there
@@ -106,41 +107,42 @@ class Inputs:
 
     def admit(self, t: Tensor) -> Tensor:
         """A further input; returns its stand-in."""
-        if not self.frames:
-            standin = self._admitted_at_the_base(t)
-        else:
-            kind: list[Any] = []
-            self.memory.append([])
-            standin = self._cut(t, len(self.frames), kind)
+        if self.frames:
+            kind, stored = list[Any](), list[Tensor]()
+            standin = self._cut(t, len(self.frames), kind, stored)
             self.kinds.append(tuple(kind))
+            self.stored.append(stored)
+        else:  # what `_cut` does at level 0
+            standin, required = t, t.requires_grad
+            self.kinds.append((t.shape, t.dtype, t.device, required))
+            self.stored.append((t,))
+            self.values[0].append(t)
+            self.slots[0].append(required)
+            if required:
+                standin = self._leaf(levels.detached(t), 0)
         self.standins.append(standin)
         return standin
+
+    def memory(self) -> list[list[int]]:
+        """The memory of each input."""
+        return [[*map(_torch.storage_of, stored)] for stored in self.stored]
 
     def take_back(self, sizes: list[int]) -> None:
         """Undo the last `admit`, before which each level had so many values."""
         self.standins.pop()
         self.kinds.pop()
-        self.memory.pop()
+        self.stored.pop()
         for n, values, slots in zip(sizes, self.values, self.slots):
             del values[n:], slots[n:]
         for key in [key for key, (k, i) in self.places.items() if i >= sizes[k]]:
             del self.places[key], self.leaves[key]
 
-    def _admitted_at_the_base(self, t: Tensor) -> Tensor:
-        """What `_cut` does, without levels."""
-        required = t.requires_grad
-        self.values[0].append(t)
-        self.slots[0].append(required)
-        self.memory.append([_torch.storage_of(t)])
-        self.kinds.append((t.shape, t.dtype, t.device, required))
-        return self._leaf(levels.detached(t), 0) if required else t
-
-    def _cut(self, t: Tensor, k: int, kind: list[Any]) -> Tensor:
+    def _cut(self, t: Tensor, k: int, kind: list[Any], stored: list[Tensor]) -> Tensor:
         self.values[k].append(t)
         if k == 0:
             required = t.requires_grad
             self.slots[0].append(required)
-            self.memory[-1].append(_torch.storage_of(t))
+            stored.append(t)
             kind += t.shape, t.dtype, t.device, required
             return self._leaf(levels.detached(t), 0) if required else t
         frame = self.frames[k - 1]
@@ -149,7 +151,7 @@ class Inputs:
         below, slot = frame.lower(t, k)
         self.slots[k].append(slot)
         kind.append(slot)
-        cut = [self._cut(value, k - 1, kind) for value in below]
+        cut = [self._cut(value, k - 1, kind, stored) for value in below]
         if slot and frame.kind is levels.GRAD:
             return self._leaf(_torch.wrap_grad(cut[0], k), k)
         if all(a is b for a, b in zip(cut, below)):
@@ -157,9 +159,13 @@ class Inputs:
         return frame.lift(cut, slot, k)
 
     def _leaf(self, t: Tensor, k: int) -> Tensor:
-        levels.require_grad(t)
+        if self.frames:
+            levels.require_grad(t)
+        else:
+            t.requires_grad_()
         self.leaves[id(t)], self.places[id(t)] = t, (k, len(self.values[k]) - 1)
-        self.lowest = min(self.lowest, k)
+        if k < self.lowest:
+            self.lowest = k
         return t
 
     def requiring(self, k: int) -> list[int]:

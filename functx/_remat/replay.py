@@ -8,7 +8,7 @@ those alive record what they need.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -142,10 +142,6 @@ class LateLedger:
         if self.region.kept is not None:
             self.region.kept.end()
 
-    def holds_unwritten(self) -> bool:
-        """Whether memory that was not computed is alive."""
-        return self.rerun is not None and self.rerun.holds_unwritten()
-
 
 def _here() -> tuple[int, int]:
     """The dispatch modes and the backward pass that this runs in."""
@@ -171,7 +167,7 @@ def replay(
         depth = 0
         if entry.functorch:
             depth = min(max(level - 1, 0, *map(_torch.level_of, values)), entry.functorch)
-        if region.draws is not None and region.draws:
+        if region.draws:
             _tell_of_draws(region)
             entry.restored = Restored(region.draws)
             entry.restored.begin()
@@ -248,11 +244,15 @@ def _attempt(
         numbers[k] = frames[k - 1].enter()
         standins = _lifted(frames[k - 1], region.slots[k], standins, numbers[k])
         leaves = standins if k == level else leaves
-    _alias_repeated(standins)
+    if len(standins) > 1:
+        _alias_repeated(standins)
     if region.written:
         standins = copied(standins, region.written)
     classes = function_classes() if level else ""
-    with _torch.RequiresGradAllowed() if frames else nullcontext():  # as in functx's transforms
+    if frames:
+        with _torch.RequiresGradAllowed():  # as in functx's transforms
+            results, rerun = _body(region, standins, kept, live)
+    else:
         results, rerun = _body(region, standins, kept, live)
     written: list[Tensor] = []
     if wanted is None:
@@ -267,9 +267,10 @@ def _attempt(
         if level:
             unwrap_for_backward(edges, classes)
     del results
-    levels.leave_to(depth)
+    if frames:
+        levels.leave_to(depth)
     _torch.set_grad_enabled(connected)
-    if rerun.holds_unwritten():
+    if rerun.rerun is not None and rerun.rerun.holds_unwritten():
         raise BeginAgain
     return edges, leaves
 
@@ -307,6 +308,8 @@ def _edge(t: Tensor, leaves: list[Tensor]) -> Any:
         return None
     if t.grad_fn is None:
         return t if any(t is leaf for leaf in leaves) else None
+    if _torch.peek_interpreter() is None:
+        return _torch.gradient_edge(t)
     return levels.at_depth(max(_torch.level_of(t), 0), partial(_torch.gradient_edge, t))
 
 
@@ -327,7 +330,7 @@ def _body(
     out = region.body(*standins[: region.n_args])
     if torch.is_grad_enabled() is not mode:  # as in the forward
         _torch.set_grad_enabled(mode)
-    out = tree.partition(out)[0]
+    out = [out] if type(out) is Tensor else tree.partition(out)[0]
     results = replayer.returns(out) if isinstance(replayer, ReplayFollower) else None
     if results is None:
         replayer = replayer.listener()

@@ -47,12 +47,11 @@ class Settings(NamedTuple):
 
 def settings_now() -> Settings:
     """What is set now."""
-    casts: Any = None
+    casts, caches, device, norms = None, False, None, 0
     if _torch.any_autocast():
         enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
         casts = {d: (enabled(d), dtype(d)) for d in _AUTOCAST_DEVICES}
-    caches = casts is not None and torch.is_autocast_cache_enabled()
-    if not _torch.function_depth():  # no mode is on: neither a device nor one for normalisations
-        return Settings(flags.read(), casts, caches, None, 0)
-    device, norms = _torch.default_device(), norm_derivatives.are_defined()
+        caches = torch.is_autocast_cache_enabled()
+    if _torch.function_depth():  # else no mode is on: neither a device nor one for normalisations
+        device, norms = _torch.default_device(), norm_derivatives.are_defined()
     return Settings(flags.read(), casts, caches, device, norms)

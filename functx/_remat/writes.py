@@ -40,7 +40,7 @@ class Writes:
         return levels.at_depth(0, partial(_copy_of_memory, base))
 
     def _lying_in(self, storage: int) -> list[int]:
-        return [i for i, memory in enumerate(self.inputs.memory) if storage in memory]
+        return [i for i, memory in enumerate(self.inputs.memory()) if storage in memory]
 
     def inputs_written(self) -> list[list[int]]:
         """The inputs that lie in written memory, storage by storage."""

@@ -294,6 +294,17 @@ def jvp_nesting() -> int:
     return _eager_transforms.JVP_NESTING
 
 
+def stacks() -> tuple[int, int, int, bool, bool, int, int]:
+    """How deep torch's stacks are, and its modes: those of functions and operators, functorch's
+    levels, grad mode, forward mode, dual levels and jvp levels.
+    """
+    return (
+        *(function_depth(), dispatch_depth(), functorch_depth()),
+        *(torch.is_grad_enabled(), fwd_grad_enabled()),
+        *(fwAD._current_level, _eager_transforms.JVP_NESTING),
+    )
+
+
 def close_jvp_levels(duals: int, nesting: int) -> None:
     """Close the dual levels above ``duals``, and set the count of jvp levels back."""
     while fwAD._current_level > duals:

@@ -41,9 +41,16 @@ FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 ]
 
 
-_getters = [getter for getter, _ in FLAGS]
-
-
 def read() -> tuple[Any, ...]:
     """What each of `FLAGS` is now."""
-    return tuple([getter() for getter in _getters])
+    # (Written out: regions read this at each call and each replay.)
+    return (
+        torch.get_default_dtype(),
+        _C._get_flash_sdp_enabled(),
+        _C._get_mem_efficient_sdp_enabled(),
+        _C._get_math_sdp_enabled(),
+        _C._get_cudnn_sdp_enabled(),
+        _C._get_sdp_priority_order(),
+        (_C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()),
+        _precision(),
+    )
