@@ -48,7 +48,7 @@ def tell(name: str, what: str = _IN_EAGER) -> None:
 @compiler.constant_in_graph
 def exporting() -> bool:
     """Whether ``torch.export`` or ``torch.jit.trace`` runs this; a warning says what that means."""
-    found = torch.jit.is_tracing() or torch.compiler.is_exporting()
+    found = compiler.exporting()
     if found:
         tell(
             "a region",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -35,7 +38,8 @@ def run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options)
 
 @uncompiled
 def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
-    if (backend := backend_of("remat", args, kwargs)) is not None:
+    jax = sys.modules.get("jax")  # (asked here, since this is all that most processes need)
+    if jax is not None and (backend := backend_of("remat", args, kwargs)) is not None:
         if options.budget is not None:
             raise TypeError("remat: a budget is for torch tensors; JAX arrays can have a policy.")
         return backend.remat(f, options.policy)(*args, **kwargs)
@@ -52,8 +56,13 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         )
         return f(*args, **kwargs)
     title = Title(options.name, where())
-    frozen = cells.frozen(f)
-    tensors, call, again = _prepared(f, sharding.guarded(frozen), args, kwargs, options.name)
+    frozen = f
+    if type(f) is not FunctionType or f.__closure__ is not None:
+        frozen = sharding.guarded(cells.frozen(f))
+    if kwargs or not _ONLY_TENSORS.issuperset(map(type, args)):
+        tensors, call, again = _prepared(f, frozen, args, kwargs, options.name)
+    else:
+        tensors, call, again = [*args], f, frozen
     try:
         scripts = options.scripts or OF_NO_REGION
         return forward.run(call, again, tensors, options, title, f, scripts)
@@ -79,6 +88,7 @@ class Title:
         return f"the region {self.name} ({file}:{line})"
 
 
+_ONLY_TENSORS = frozenset([Tensor])
 _on_budget: list[Callable[..., Any]] = []
 
 
@@ -97,8 +107,6 @@ def _prepared(
     f: Any, frozen: Any, args: Any, kwargs: Any, name: str
 ) -> tuple[list[Tensor], Any, Any]:
     """The tensors in the arguments, and calls of the function with stand-ins."""
-    if not kwargs and all(type(a) is Tensor for a in args):
-        return [*args], f, frozen
     arguments.check(args, kwargs, name)
     tensors, how = tree.partition((args, kwargs))
 
@@ -106,6 +114,7 @@ def _prepared(
         args, kwargs = tree.combine(ts, how)
         return arguments.called(f, args, kwargs, f"remat: {name}")
 
+    @functools.wraps(frozen, assigned=(), updated=())
     def call_again(*ts: Tensor) -> Any:
         args, kwargs = tree.combine(ts, how)
         return frozen(*args, **kwargs)

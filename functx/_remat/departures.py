@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from itertools import zip_longest
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ def differently(region: Any, listener: Any, call: Call, expected: Call | None) -
         what = f"{called} and gets {_shapes(call)} where the forward got {_shapes(expected)}"
     at = line_now()
     if call.func == RETURN:
-        code = region.code
+        code = code_of(region.body)
         is_python = isinstance(code, CodeType)
         at = f"the end of {code.co_filename}:{code.co_firstlineno}" if is_python else "the end"
     by_numbers = expected is not None and same_call(call, expected, strict=False)
@@ -111,6 +113,14 @@ def _of_cache(region: Any) -> str:
         f"A tensor of shape {shapes[0]} without gradient was made at the first call and kept (a "
         "lazy cache?): call the function once before, outside of regions, or build it in __init__."
     )
+
+
+def code_of(f: Any) -> Any:
+    """The code of a function; ``None`` if it is not Python."""
+    f = inspect.unwrap(f)
+    while type(f) in (MethodType, functools.partial):
+        f = f.__func__ if type(f) is MethodType else f.func
+    return getattr(f, "__code__", None)
 
 
 def modified(region: Any, error: BaseException | None, shape: Any = None) -> ReplayError:

@@ -144,7 +144,8 @@ class Follower(TorchFunctionMode, Listening):
         if operands is not given:  # no stand-in must get into a module
             for t, a in zip(operands, given):
                 out = a if t is out and t is not a else out
-        self.know(out, number)
+        self.refs[number] = ref(out)
+        self.numbers[id(out)] = number
         return out
 
     def know(self, t: Tensor, number: int) -> None:
@@ -298,19 +299,20 @@ class Follower(TorchFunctionMode, Listening):
         """The region's code has returned: what the engine hands on; ``None`` if it departs."""
         self.asleep = True
         step = self.steps[self.at]
-        if step.func != RETURN or len(results) != len(step.given):
+        if step.func != RETURN:
             return None
+        numbers = step.given
         try:
-            results = self.operands(results, step.given)
+            results = self.operands(results, numbers)
         except Differs:
             return None
-        self.advance()
-        if min(step.given, default=1) > 0:
-            return results
-        return [
-            t.view_as(t) if number < 0 and levels.is_tracked(t) else t
-            for t, number in zip(results, step.given)
-        ]
+        self.at += 1
+        if self.ledger is not None:
+            self.ledger.next_call()
+        for i, number in enumerate(numbers):
+            if number < 0 and levels.is_tracked(results[i]):
+                results[i] = results[i].view_as(results[i])
+        return results
 
 
 def _collect(out: Any, tensors: list[Tensor]) -> None:

@@ -26,7 +26,7 @@ from functx._remat.ledger import Record, ledgers
 from functx._remat.listener import Body, Listener, listening
 from functx._remat.observers import observers
 from functx._remat.region import Inputs, Options, Region
-from functx._remat.script import Partly, Script, code_of
+from functx._remat.script import Partly, Script
 from functx._remat.writes import Writes
 from functx._torch import graphs
 
@@ -177,25 +177,25 @@ class Forward:
     def finish(self, results: list[Tensor]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
         """The results at the base level, and further ones."""
         region, inputs = self.region, self.inputs
-        leaves = self._leaves_unseen(results)
-        region.slots, region.script = inputs.slots, self._script(results)
+        leaves = self.told(results, results)
         kept = [] if region.kept is None else region.kept.take()
-        if region.written:
-            self.writes.put_before()
-        required = _required(results, 0, inputs)
-        fresh = [_off_the_tape(t, 0) for t in results]
-        n_results = len(fresh)
+        required, fresh = [], []
+        for t in results:
+            required.append(t.requires_grad and (t.grad_fn is not None or id(t) in inputs.leaves))
+            fresh.append(_off_the_tape(t))
+        del t
         results.clear()
-        further = self._further_results(leaves)
+        n_results, further = len(fresh), self.further_results(leaves)
         if further:
             region.further = [number for number, _ in further]
             inputs.reached = None  # of these nothing is known
             fresh += [t for _, t in further]
             required += [True] * len(further)
-        self.begin_up(fresh)
-        fresh = self._attached(0, fresh, required, leaves, kept)
+        if self.traces:
+            self.begin_up(fresh)
+        fresh = self.attached(0, fresh, required, leaves, kept)
         if not (leaves or further):
-            self._leave_script()
+            self.leave_script()
         return fresh[:n_results], further
 
     def finish_in_levels(self, results: list[Tensor]) -> tuple[list[Tensor], Any]:
@@ -206,27 +206,27 @@ class Forward:
         parts, slots = {n: results}, {}
         for k in range(n, lowest, -1):
             parts[k - 1], slots[k] = frames[k - 1].lower_all(parts[k], k)
-        leaves = self._leaves_unseen([t for values in parts.values() for t in values])
-        region.slots, region.script = inputs.slots, self._script([*results, *parts[lowest]])
+        every = [t for values in parts.values() for t in values]
+        leaves = self.told(every, [*results, *parts[lowest]])
+        del every
         kept = [] if region.kept is None else region.kept.take()
-        if region.written:
-            self.writes.put_before()
         required = {k: _required(parts[k], k, inputs) for k in range(lowest, n + 1)}
         # ... and up again.
         fresh = [_off_the_tape(t, lowest) for t in parts[lowest]]
-        self.begin_up(fresh)
+        if self.traces:
+            self.begin_up(fresh)
         for k in range(lowest, n + 1):
             if k > lowest:
                 fresh = self.lift(frames[k - 1], fresh, slots[k], k)
-            fresh = self._attached(k, fresh, required[k], [] if k else leaves, kept)
+            fresh = self.attached(k, fresh, required[k], [] if k else leaves, kept)
         results.clear()
         parts.clear()
         self._check_nothing_left(fresh)
         if not leaves:
-            self._leave_script()
+            self.leave_script()
         return fresh, []
 
-    def _attached(
+    def attached(
         self, k: int, fresh: list[Tensor], required: list[bool], leaves: list[Tensor], kept: Any
     ) -> list[Tensor]:
         """The results at level k on their node, if they need one there."""
@@ -247,38 +247,45 @@ class Forward:
             self.listener.end()
         return self.listener
 
-    def _leaves_unseen(self, results: list[Tensor]) -> list[Tensor]:
-        """Leaves on the tape that no mode has seen, and which inputs the results depend on."""
+    def told(self, every: list[Tensor], results: list[Tensor]) -> list[Tensor]:
+        """Note what the run has told. Returns leaves on the tape that no mode has seen.
+
+        Args:
+            every: the results at all levels.
+            results: those of the body, and at the lowest level.
+        """
+        region, listener, inputs = self.region, self.listener, self.inputs
         self.nodes = _torch.next_sequence_number() - self.first_node
-        listener = self.listener
-        if isinstance(listener, ForwardFollower) and listener.script.nodes == self.nodes:
-            self.inputs.reached = listener.script.reached
-            return []
-        return self._recorder_now().leaves_unseen(results)
-
-    def _script(self, results: list[Tensor]) -> Script:
-        """What this run has told."""
-        region, listener = self.region, self.listener
-        if isinstance(listener, ForwardFollower):
-            region.changed = listener.changed
+        region.slots = inputs.slots
+        if type(listener) is ForwardFollower:
+            region.script, region.changed = listener.script, listener.changed
             if listener.writes is not None:
-                self.writes = listener.writes
-                region.written = self.writes.inputs_written()
-            region.left_behind = listener.refs
-            return listener.script
-        self.writes = listener.record.writes
-        region.written = self.writes.inputs_written()
-        told = Script()
-        told.calls, told.key, told.kinds = listener.calls, self.key, self.inputs.kinds
-        told.made, told.results, told.places = listener.made, self.results, self.places
-        told.ran = listener.leave_out(results)
-        told.nodes, told.serial, told.reached = self.nodes, listener.serial, self.inputs.reached
-        told.partly = Partly.YES if listener.record.followed else Partly.NO
+                self.put_before(listener.writes)
+            if listener.script.nodes == self.nodes:
+                region.left_behind = listener.refs
+                inputs.reached = listener.script.reached
+                return []
+        captures = self._recorder_now()
+        leaves = captures.leaves_unseen(every)
+        told = region.script = Script()
+        told.ran = captures.leave_out(results)
+        if region.written == ():
+            self.put_before(captures.record.writes)
+        told.calls, told.key, told.kinds = captures.calls, self.key, inputs.kinds
+        told.made, told.results, told.places = captures.made, self.results, self.places
+        told.nodes, told.serial, told.reached = self.nodes, captures.serial, inputs.reached
+        told.partly = Partly.YES if captures.record.followed else Partly.NO
         told.steps = None
-        region.left_behind = [known for known, number in listener.known.values() if number > 0]
-        return told
+        region.left_behind = [known for known, number in captures.known.values() if number > 0]
+        return leaves
 
-    def _leave_script(self) -> None:
+    def put_before(self, writes: Writes) -> None:
+        """The region keeps its inputs as they were before it wrote to them."""
+        self.writes, self.region.written = writes, writes.inputs_written()
+        if self.region.written:
+            writes.put_before()
+
+    def leave_script(self) -> None:
         """Later runs may follow the script of this one, if its calls tell all."""
         region, told = self.region, self.region.script
         is_new = told.steps is None
@@ -287,11 +294,11 @@ class Forward:
             if hides or not script.tell_all(told.calls):
                 return
             told.steps = [*map(script.step_of, told.calls)]
-        elif told.partly is Partly.YES and self.listener.follows_whole:
+        elif told.partly is Partly.YES and getattr(self.listener, "follows_whole", False):
             told.partly = Partly.AND_FOLLOWED
         region.scripts.put_first(told, self.function, is_new=is_new)
 
-    def _further_results(self, leaves: list[Tensor]) -> list[tuple[int, Tensor]]:
+    def further_results(self, leaves: list[Tensor]) -> list[tuple[int, Tensor]]:
         """What is alive and requires grad, and was not returned."""
         listener = self.listener
         if isinstance(listener, ForwardFollower) and not listener.leaves_something(()):
@@ -344,11 +351,12 @@ def run(
     with StackGuard(outer) as entry:
         if entry.settings.caches:
             entry.stop_caching()
-        entry.take_hooks()
-        entry.take_norms()
+        if _torch.top_saved_tensor_hooks(True) is not None:
+            entry.take_hooks()
+        if entry.function:
+            entry.take_norms()
         region = Region()
-        region.title, region.code, region.body = title, code_of(function), again
-        region.scripts = scripts
+        region.title, region.scripts, region.body = title, scripts, again
         region.options, region.settings = options, entry.settings
         since = graphs.last_node() if entry.dispatch else None
         results, further, how = (forward or Forward)(region, outer, function).run(body, tensors)
@@ -389,7 +397,7 @@ def _required(values: list[Tensor], k: int, inputs: Inputs) -> list[bool]:
     ]
 
 
-def _off_the_tape(t: Tensor, k: int) -> Tensor:
+def _off_the_tape(t: Tensor, k: int = 0) -> Tensor:
     """A result that its tape does not know."""
     if k == 0:
         if _torch.dual_level() >= 0 and fwAD.unpack_dual(t).tangent is not None:

@@ -87,8 +87,6 @@ class StackGuard:
 
     def take_norms(self) -> None:
         """Take off the function mode for norms, which would see the engine: listeners stand in."""
-        if not self.function:
-            return
         top = _torch.function_mode_at(self.function - 1)
         if type(top) in (NormsByDefinition, NormsInOneDtype):
             self.function, self.norms = self.function - 1, top

@@ -84,7 +84,7 @@ class RegionPullback:
         if traced:
             graphs.close(since, payload.region.options.name, "replay")
         inputs += self.leaves
-        if None in edges:
+        if any([e is None for e in edges]):
             cotangents = [c for e, c in zip(edges, cotangents) if e is not None]
             edges = [e for e in edges if e is not None]
         if recorded and payload.level == 0:
@@ -104,8 +104,7 @@ class RegionPullback:
             True,
             accumulate_grad=False,
         )
-        if None in grads:
+        self.found = self.asked
+        if any([g is None for g in grads]):
             self.found = [i for i, g in zip(self.asked, grads) if g is not None]
-        else:
-            self.found = self.asked
         return [levels.alive(g) for g in grads if g is not None]

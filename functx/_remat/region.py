@@ -51,7 +51,6 @@ class Region:
     # Set when it is called:
     title: Any  # what messages call it: the function, and the line that called it
     options: Options
-    code: Any  # of its function, which scripts are found by; ``None`` if there is none
     scripts: Any  # of earlier runs; ``None`` where each run is recorded
     body: Any  # takes tensors, returns what the function returns
     n_args: int  # how many inputs are the body's arguments; the others are captured

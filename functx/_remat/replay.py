@@ -163,7 +163,8 @@ def replay(
         and what was written, at that level, and nothing is left out.
     """
     with StackGuard(listening()) as entry:
-        entry.take_norms()
+        if entry.function:
+            entry.take_norms()
         depth = 0
         if entry.functorch:
             depth = min(max(level - 1, 0, *map(_torch.level_of, values)), entry.functorch)

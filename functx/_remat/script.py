@@ -201,10 +201,3 @@ def _reference(x: Any) -> Any:
         return ref(x)
     except Exception:  # ``__hash__`` of a class may raise any error
         return None
-
-
-def code_of(f: Any) -> Any:
-    """The code of a function, for messages; ``None`` if it is not Python."""
-    while type(f) in (types.MethodType, functools.partial):
-        f = f.__func__ if type(f) is types.MethodType else f.func
-    return getattr(f, "__code__", None)

@@ -35,6 +35,11 @@ def never_compiled(f: F, reason: str) -> F:
     return f
 
 
+def exporting() -> bool:
+    """``torch.jit.is_tracing() or torch.compiler.is_exporting()``, in eager, where it is asked often."""
+    return bool(torch._C._is_tracing()) or torch.compiler._is_exporting_flag
+
+
 def constant_in_graph(f: F) -> F:
     """Mark ``f`` so that the compiler calls it while it traces; its result is then a constant."""
     f._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -44,6 +44,10 @@ FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 def read() -> tuple[Any, ...]:
     """What each of `FLAGS` is now."""
     # (Written out: regions read this at each call and each replay.)
+    try:
+        precision = _C._get_float32_matmul_precision()
+    except RuntimeError:
+        precision = _precision()
     return (
         torch.get_default_dtype(),
         _C._get_flash_sdp_enabled(),
@@ -52,5 +56,5 @@ def read() -> tuple[Any, ...]:
         _C._get_cudnn_sdp_enabled(),
         _C._get_sdp_priority_order(),
         (_C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()),
-        _precision(),
+        precision,
     )
