@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -9,13 +10,16 @@ import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._remat import departures, levels
+from functx._core import tree
+from functx._remat import departures, leaving, levels, node
 from functx._remat.calls import Call, same_call
 from functx._remat.captures import Captures
 from functx._remat.follow import Differs, Follower
+from functx._remat.guard import StackGuard
 from functx._remat.ledger import Record
+from functx._remat.listener import Body
 from functx._remat.region import Inputs, Region
-from functx._remat.script import Script
+from functx._remat.script import Partly, Script
 from functx._remat.writes import Writes, check_written
 
 # Whether one of these draws or writes does not depend on the numbers that it is given.
@@ -26,17 +30,120 @@ class ForwardFollower(Follower):
     """Follows a script in a forward; the recorder takes over where a call departs."""
 
     def __init__(
-        self, region: Region, inputs: Inputs, scripts: list[Script], first_node: int
+        self,
+        region: Region,
+        inputs: Inputs,
+        scripts: list[Script],
+        entry: StackGuard,
+        first_node: int,
     ) -> None:
         super().__init__(region, scripts[0], inputs.standins)
-        self.inputs, self.kinds, self.first_node = inputs, scripts[0].kinds, first_node
+        self.inputs, self.kinds = inputs, scripts[0].kinds
         self.others = scripts[1:]  # which may be tried where a call departs
         self.follows_whole = True  # the script, from its first call on
-        self.depth, self.modes = _torch.functorch_depth(), _torch.dispatch_depth()
+        self.depth, self.modes = entry.functorch, entry.dispatch
+        self.first_node = first_node
         self.foreign: dict[int, Tensor] = {}  # by the number of an input, what was captured
         self.changed: dict[int, Call] = {}  # calls with other numbers than those of the script
         self.record: Any = None  # a ledger for calls that write
         self.writes: Writes | None = None
+        self.leaves_grad_mode = True  # in which the region's code has left
+
+    def run(self, body: Body) -> tuple[Any, list[Tensor]]:
+        """How the results were, and these, on their nodes.
+
+        Where the run has departed from the script, and has an ``heir``, that goes on with what the
+        region's code has returned.
+        """
+        _torch.push_function_mode(self)
+        out = body(*self.standins)
+        if torch.is_grad_enabled() is not True:
+            # A region may return with grad mode switched off, as any function may. What it has
+            # computed keeps its history, so the engine goes on in the mode of the call.
+            self.leaves_grad_mode = False
+            _torch.set_grad_enabled(True)
+        out, how = ([out], None) if type(out) is Tensor else tree.partition(out)
+        if self.heir is not None:
+            return how, out
+        script, region, inputs = self.script, self.region, self.inputs
+        results = self.returns(out)
+        if results is None or _torch.next_sequence_number() - self.first_node != script.nodes:
+            if results is not None:  # autograd knows of something else
+                self.at -= 1
+            self.hand_over()
+            return how, out
+        _torch.pop_function_mode()
+        del out
+        if len(script.results) < len(results):
+            results[:] = [results[i] for i in script.results]
+        if region.draws is not None:
+            region.draws.end()
+        region.script, region.slots, region.left_behind = script, inputs.slots, self.refs
+        if self.changed:
+            region.changed = self.changed
+        if self.writes is not None:
+            region.written = self.writes.inputs_written()
+            self.writes.put_before()
+        if script.partly is Partly.YES and self.follows_whole:
+            script.partly = Partly.AND_FOLLOWED
+        fresh = self.in_levels(results) if inputs.frames else self.at_the_base(results)
+        if len(script.places) == len(fresh):
+            return how, fresh
+        return how, [fresh[i] for i in script.places]
+
+    def at_the_base(self, results: list[Tensor]) -> list[Tensor]:
+        """The results at the base level, on their node."""
+        region, inputs = self.region, self.inputs
+        required, fresh = [], []
+        for t in results:
+            required.append(t.requires_grad and (t.grad_fn is not None or id(t) in inputs.leaves))
+            fresh.append(levels.detached(t))
+        if True not in required:
+            return fresh
+        del t
+        results.clear()
+        n, requiring, leaves = len(fresh), self.script.requiring[0], list[Tensor]()
+        if self.leaves_something(()):
+            further = leaving.further_results(self._recorder_at_the_end(), leaves)
+            region.further = [number for number, _ in further]
+            fresh += [t for _, t in further]
+            required += [True] * len(further)
+            requiring = inputs.requiring(0)  # what these depend on, nothing tells
+        if not (requiring or leaves):
+            return fresh
+        args = region, 0, inputs, requiring, leaves, fresh, required
+        return node.attach(*args, (), outermost=True)[:n]
+
+    def in_levels(self, results: list[Tensor]) -> list[Tensor]:
+        """The results, inside of transforms, on a node a level."""
+        inputs, frames = self.inputs, self.inputs.frames
+        n, lowest = len(frames), inputs.lowest
+        if lowest > n:  # nobody differentiates them
+            return results
+        # (As in `Forward.finish`.)
+        parts, slots = {n: results}, {}
+        for k in range(n, lowest, -1):
+            parts[k - 1], slots[k] = frames[k - 1].lower_all(parts[k], k)
+        required = {k: node.required_of(parts[k], k, inputs) for k in range(lowest, n + 1)}
+        fresh = [node.off_the_tape(t, lowest) for t in parts[lowest]]
+        results.clear()
+        parts.clear()
+        for k in range(lowest, n + 1):
+            if k > lowest:
+                fresh = frames[k - 1].lift_all(fresh, slots[k], k)
+            if True in required[k] and (requiring := self.script.requiring[k]):
+                args = self.region, k, inputs, requiring, (), fresh, required[k]
+                fresh = node.attach(*args, (), outermost=True)
+        if self.leaves_something(fresh):
+            leaving.check_nothing_left(self._recorder_at_the_end(), fresh)
+        return fresh
+
+    def _recorder_at_the_end(self) -> Captures:
+        """What can say more of this run, which has followed its script to the end."""
+        recorder = self.hand_over()
+        recorder.end()
+        self.heir = None
+        return recorder
 
     # -- inputs
 
@@ -176,14 +283,13 @@ class ForwardFollower(Follower):
         return heir
 
     def returns(self, results: list[Tensor]) -> list[Tensor] | None:
-        found = super().returns(results)
-        while found is None and self._another():
-            found = super().returns(results)
+        while (found := super().returns(results)) is None and self._another():
+            pass
         return found
 
     # -- the end
 
-    def leaves_something(self, results: list[Tensor]) -> bool:
+    def leaves_something(self, results: Sequence[Tensor]) -> bool:
         """The region has run: whether the program holds something that requires grad."""
         inputs = self.inputs
         are_tracked = levels.is_tracked if inputs.frames else Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -191,7 +297,7 @@ class ForwardFollower(Follower):
         self.standins.clear()
         inputs.leaves.clear()
         self.foreign.clear()
-        returned = {id(t) for t in results}
+        returned = [id(t) for t in results]
         for known in (*self.given, *self.refs):
             if known is not None and (t := known()) is not None:
                 if id(t) not in returned and levels.is_tracked(t):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import string_at
 from typing import Any
@@ -41,6 +42,7 @@ def generator_of(tensors: list[Tensor], args: Any, kwargs: Any) -> torch.Generat
     return torch.default_generator
 
 
+_MAY_HAVE_CUDA = torch.backends.cuda.is_built()
 _lock = threading.RLock()
 _PATIENCE = 5.0  # seconds
 
@@ -48,11 +50,19 @@ _PATIENCE = 5.0  # seconds
 class Draws:
     """The generators that a region draws from: their states before the first draw, and after."""
 
-    def __init__(self, *, python: bool) -> None:
-        self.before: dict[torch.Generator, Tensor] = {}
+    __slots__ = ("after", "before", "drawn", "python")
+
+    def __init__(self, tensors: Sequence[Tensor], *, python: bool) -> None:
+        """A region begins: note the default generators of the devices in use."""
+        default = torch.default_generator
+        self.before: dict[torch.Generator, Tensor] = {default: default.get_state()}
         self.after: dict[torch.Generator, Tensor] = {}
         self.drawn: set[int] = set()  # those from which a call was seen to draw, by address
         self.python = _python_states() if python else None
+        if _MAY_HAVE_CUDA and torch.cuda.is_initialized():
+            indices = {t.device.index for t in tensors if t.is_cuda} | {torch.cuda.current_device()}
+            for index in sorted(indices):
+                self._note(torch.cuda.default_generators[index])
 
     def note(self, generator: torch.Generator) -> None:
         """A draw is about to be made."""
@@ -63,14 +73,6 @@ class Draws:
         # (By address: a dispatch mode is given another Python object of the same generator.)
         if all(generator._cdata != known._cdata for known in self.before):  # type: ignore[attr-defined]
             self.before[generator] = generator.get_state()
-
-    def note_default(self, tensors: list[Tensor]) -> None:
-        """A region begins: note the default generators of the devices in use."""
-        self.before = {torch.default_generator: torch.default_generator.get_state()}
-        if torch.cuda.is_initialized():
-            indices = {t.device.index for t in tensors if t.is_cuda} | {torch.cuda.current_device()}
-            for index in sorted(indices):
-                self._note(torch.cuda.default_generators[index])
 
     def note_unseen(self) -> None:
         """An operator of an extension has drawn, from one of the default generators."""
@@ -91,8 +93,9 @@ class Draws:
         an equal state alone does not mean that nothing was drawn.
         """
         for g, before in [*self.before.items()]:
-            after = g.get_state()
-            if g._cdata not in self.drawn and _are_equal(after, before):  # type: ignore[attr-defined]
+            after, n = g.get_state(), before.numel()
+            is_equal = string_at(after.data_ptr(), n) == string_at(before.data_ptr(), n)
+            if is_equal and g._cdata not in self.drawn:  # type: ignore[attr-defined]
                 del self.before[g]
             else:
                 self.after[g] = after
@@ -146,12 +149,6 @@ class Restored:
         if self.locked:
             self.locked = False
             _lock.release()
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two states are equal."""
-    n = one.numel()
-    return n == other.numel() and string_at(one.data_ptr(), n) == string_at(other.data_ptr(), n)
 
 
 def _bytes(state: Tensor) -> bytes:

@@ -20,7 +20,10 @@ from functx._remat.settings import Settings, settings_now
 
 
 class StackGuard:
-    """The depth of torch's stacks, its modes and settings, at an entry: a context."""
+    """The depth of torch's stacks, its modes and settings, at an entry.
+
+    A context; what runs often calls `failed` and `end` itself.
+    """
 
     hooks: Sequence[Any] = ()  # saved-tensor hooks that the entry took off, outermost last
     norms: Any = None  # likewise the function mode for norms
@@ -28,20 +31,28 @@ class StackGuard:
     uncached = False  # autocast's cache was switched off
 
     def __init__(self, outer: Any) -> None:
-        self.stacks = _torch.stacks()
-        self.function, self.dispatch, self.functorch = self.stacks[:3]
+        self.stacks = stacks = _torch.stacks()
+        self.function, self.dispatch, self.functorch = stacks[0], stacks[1], stacks[2]
         self.settings: Settings = settings_now()
         self.outer = outer  # the listener of the region around, which sleeps in the context
+        if outer is not None:
+            outer.asleep = True
 
     def __enter__(self) -> StackGuard:
-        if self.outer is not None:
-            self.outer.asleep = True
         return self
 
     def __exit__(self, kind: Any, *raised: object) -> None:
         if kind is not None:
-            self.cut_back()
-            self.settings.put(settings_now())
+            self.failed()
+        self.end()
+
+    def failed(self) -> None:
+        """An exception or an interrupt has come: everything is as it was."""
+        self.cut_back()
+        self.settings.put(settings_now())
+
+    def end(self) -> None:
+        """Put back what the entry took off."""
         if self.restored is not None:
             self.restored.put_back()
         while self.hooks:

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 from functx import _torch
 from functx._core import uncompiled
 from functx._remat import departures, levels, pullback
+from functx._remat.observers import observers
 from functx._remat.region import Inputs, Region
 
 
@@ -104,14 +106,20 @@ def attach(
     leaves: list[Tensor],
     results: list[Tensor],
     required: list[bool],
-    kept: list[Tensor],
+    kept: Sequence[Tensor],
+    *,
+    outermost: bool,
 ) -> list[Tensor]:
     """The results at one level, off the tape, those that are ``required`` to have grad on a node.
 
     It keeps the inputs, of which those in ``requiring`` require grad, ``leaves`` that no mode saw,
-    and what the policy keeps; copies, of tensors of inference mode.
+    and what the policy keeps; copies, of tensors of inference mode. Observers are told of nodes of
+    regions that are in no other one.
     """
     values = inputs.values[level]
+    if outermost and observers.of_nodes:
+        for callback in observers.of_nodes:
+            callback([*values], region.options.name, level)
     payload = Payload()
     payload.region, payload.level = region, level
     payload.n_values, payload.n_leaves = len(values), len(leaves)
@@ -145,3 +153,25 @@ def attach(
     for i, t in zip(wanted, got):
         results[i] = t
     return results
+
+
+def required_of(values: list[Tensor], k: int, inputs: Inputs) -> list[bool]:
+    """Which results require grad at level k."""
+    if k and inputs.frames[k - 1].kind is not levels.GRAD:
+        return []
+    # (A view made under no_grad at a functorch level says that it requires grad.)
+    return [
+        t.requires_grad
+        and (k == 0 or _torch.level_of(t) == k)
+        and (t.grad_fn is not None or id(t) in inputs.leaves)
+        for t in values
+    ]
+
+
+def off_the_tape(t: Tensor, k: int) -> Tensor:
+    """A result that its tape does not know."""
+    if k == 0:
+        if _torch.dual_level() >= 0 and fwAD.unpack_dual(t).tangent is not None:
+            raise AssertionError("functx: a dual of plain forward mode at the base level")
+        return levels.detached(t)
+    return _torch.wrap_grad(_torch.unwrap_grad(t, k), k) if _torch.level_of(t) == k else t

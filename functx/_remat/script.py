@@ -61,7 +61,7 @@ class Script:
     """What one run has told."""
 
     __slots__ = (
-        *("calls", "key", "kinds", "made", "nodes", "partly", "places", "ran", "reached"),
+        *("calls", "key", "kinds", "made", "nodes", "partly", "places", "ran", "requiring"),
         *("results", "serial", "steps"),
     )
     # Whether it has begun with another script; and has been followed from start to end since.
@@ -76,7 +76,8 @@ class Script:
     ran: Ran  # the operations, and which of them a replay runs
     serial: int  # the last number of a result
     nodes: int  # how many nodes autograd has made
-    reached: Any  # the inputs that the results depend on, as `Inputs.reached`
+    # At each level, the values that require grad there, and that the results depend on:
+    requiring: list[list[int]]
 
 
 def tell_all(calls: list[Call]) -> bool:
@@ -120,15 +121,21 @@ class Scripts:
         found = _of_code.get(id(identity[0]), ())
         return [s for other, s in found if s.key == key and _are_equal(other, identity)]
 
-    def put_first(self, script: Script, f: Any, *, is_new: bool) -> None:
-        """A run has followed a script, or left it."""
-        if self is not OF_NO_REGION and not (self.own and self.own[0] is script):
-            self.own = [script, *(s for s in self.own if s is not script)][:_ENOUGH]
-        if is_new and (identity := identity_of(f)) is not None:
+    def add(self, script: Script, f: Any) -> None:
+        """A run has left a script."""
+        if self is not OF_NO_REGION:
+            self.own = [script, *self.own][:_ENOUGH]
+        if (identity := identity_of(f)) is not None:
             found = _of_code.pop(id(identity[0]), [])
             _of_code[id(identity[0])] = [(identity, script), *found][: 4 * _ENOUGH]
             while sum(map(len, _of_code.values())) > _MANY:
                 _of_code.popitem(last=False)  # to which nothing was added for the longest time
+
+    def followed(self, script: Script) -> None:
+        """A run has followed a script to its end."""
+        own = self.own
+        if self is not OF_NO_REGION and not (own and own[0] is script):
+            self.own = [script, *(s for s in own if s is not script)][:_ENOUGH]
 
 
 OF_NO_REGION = Scripts()  # for calls such as `functx.checkpoint(f, x)`, which make a region each

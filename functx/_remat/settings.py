@@ -54,4 +54,5 @@ def settings_now() -> Settings:
         caches = torch.is_autocast_cache_enabled()
     if _torch.function_depth():  # else no mode is on: neither a device nor one for normalisations
         device, norms = _torch.default_device(), norm_derivatives.are_defined()
-    return Settings(flags.read(), casts, caches, device, norms)
+    # (`tuple.__new__` is what the class would call.)
+    return tuple.__new__(Settings, (flags.read(), casts, caches, device, norms))
