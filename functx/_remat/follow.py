@@ -8,6 +8,7 @@ recorder of a forward (`forward`), or to what compares a replay and raises (`rep
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -53,17 +54,19 @@ class Follower(TorchFunctionMode, Listening):
 
     stop = NEVER  # the call at which a ledger begins to listen
     ledger: Any = None  # which has begun
+    asleep = False  # the region's code has returned
+    heir: Any = None  # the listener that goes on, where a call has departed
+    at = 0  # how many calls have been made
+    given: Sequence[Any] = ()  # when stand-ins have been dropped, they, weakly
 
-    def __init__(self, region: Region, script: Script, standins: list[Tensor]) -> None:
-        assert script.steps is not None
-        self.region, self.script, self.steps, self.standins = region, script, script.steps, standins
-        self.n_args, self.norms = region.n_args, region.settings.norms
-        self.at = 0  # how many calls have been made
-        self.refs: list[Any] = [None] * (script.serial + 1)  # by number, weakly, what was returned
-        self.numbers: dict[int, int] = {}  # by the id of a result, which may be gone
-        self.asleep = False  # the region's code has returned
-        self.heir: Listener | None = None  # what goes on, where a call has departed
-        self.given: list[Any] = []  # when stand-ins have been dropped, they, weakly
+    region: Region
+    n_args: int
+    norms: int
+    script: Script
+    steps: Sequence[Step]
+    standins: list[Tensor]
+    refs: list[Any]  # by number, weakly, what was returned
+    numbers: dict[int, int]  # by the id of a result, which may be gone
 
     # -- what a forward and a replay do in their own ways
 

@@ -232,18 +232,20 @@ def run(
             and not (entry.dispatch and (_torch.tracing() or ledgers()))
         ):
             key = key_of(region, inputs, tensors)
-            fitting = scripts.fitting(key, function)
-            if fitting and fitting[0].partly is not Partly.AND_FOLLOWED:
-                follower = ForwardFollower(region, inputs, fitting, entry, first_node)
-            elif fitting:
-                fitting[0].partly = Partly.NO
+            fitting = scripts.first_fitting(key, function)
+            if fitting is not None and fitting.partly is Partly.AND_FOLLOWED:
+                fitting.partly = Partly.NO
+            elif fitting is not None:
+                args = region, inputs, fitting, function, entry, first_node
+                follower = ForwardFollower(*args)
         since = graphs.last_node() if entry.dispatch else None
         further: Sequence[tuple[int, Tensor]] = ()
         if follower is not None:
             tensors = []
             how, results = follower.run(body)
             if follower.heir is None:
-                scripts.followed(follower.script)
+                if not (scripts.own and scripts.own[0] is follower.script):
+                    scripts.followed(follower.script)
             else:  # it has departed
                 goes_on = Forward(region, None, function, inputs, key, first_node)
                 goes_on.listener = follower.heir
@@ -267,13 +269,14 @@ def run(
         outer.last = call, due
         outer.give(results)
         outer.give_further(further)
-    return tree.combine(results, how)
+    return results[0] if how is None else tree.combine(results, how)
 
 
 def key_of(region: Region, inputs: Inputs, tensors: list[Tensor]) -> Any:
     """What runs of one script have in common. The tensors become inputs."""
     for t in tensors:
-        inputs.admit(levels.alive(t))
+        value = _torch.unwrap_if_dead(t)
+        inputs.admit(t if value is t else levels.alive(value))
     options = region.options
     return (
         (options.early_stop, options.preserve_rng_state, region.settings.norms),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -29,25 +30,29 @@ _METHODS = (type(Tensor.add), type(Tensor.__add__))
 class ForwardFollower(Follower):
     """Follows a script in a forward; the recorder takes over where a call departs."""
 
+    follows_whole = True  # the script, from its first call on
+    changed: Any = MappingProxyType({})  # calls with other numbers than those of the script
+    record: Any = None  # a ledger for calls that write
+    writes: Writes | None = None
+    leaves_grad_mode = True  # in which the region's code has left
+    others: list[Script] | None = None  # which may be tried where a call departs
+
     def __init__(
         self,
         region: Region,
         inputs: Inputs,
-        scripts: list[Script],
+        script: Script,
+        function: Any,
         entry: StackGuard,
         first_node: int,
     ) -> None:
-        super().__init__(region, scripts[0], inputs.standins)
-        self.inputs, self.kinds = inputs, scripts[0].kinds
-        self.others = scripts[1:]  # which may be tried where a call departs
-        self.follows_whole = True  # the script, from its first call on
-        self.depth, self.modes = entry.functorch, entry.dispatch
-        self.first_node = first_node
+        # (What `Follower` has, too: this runs at each call.)
+        self.region, self.n_args, self.norms = region, region.n_args, region.settings.norms
+        self.script, self.steps, self.kinds = script, script.steps, script.kinds
+        self.inputs, self.standins, self.function = inputs, inputs.standins, function
+        self.refs, self.numbers = [None] * (script.serial + 1), {}
+        self.depth, self.modes, self.first_node = entry.functorch, entry.dispatch, first_node
         self.foreign: dict[int, Tensor] = {}  # by the number of an input, what was captured
-        self.changed: dict[int, Call] = {}  # calls with other numbers than those of the script
-        self.record: Any = None  # a ledger for calls that write
-        self.writes: Writes | None = None
-        self.leaves_grad_mode = True  # in which the region's code has left
 
     def run(self, body: Body) -> tuple[Any, list[Tensor]]:
         """How the results were, and these, on their nodes.
@@ -67,6 +72,8 @@ class ForwardFollower(Follower):
             return how, out
         script, region, inputs = self.script, self.region, self.inputs
         results = self.returns(out)
+        while results is None and self._another():
+            results = self.returns(out)
         if results is None or _torch.next_sequence_number() - self.first_node != script.nodes:
             if results is not None:  # autograd knows of something else
                 self.at -= 1
@@ -97,7 +104,7 @@ class ForwardFollower(Follower):
         required, fresh = [], []
         for t in results:
             required.append(t.requires_grad and (t.grad_fn is not None or id(t) in inputs.leaves))
-            fresh.append(levels.detached(t))
+            fresh.append(levels.detached(t) if self.modes else t.detach())
         if True not in required:
             return fresh
         del t
@@ -207,8 +214,8 @@ class ForwardFollower(Follower):
             return False
         if not all(map(_differ_in_number, call.given, due.given)):
             return False
-        call.results, call.is_plain = due.results, due.is_plain
-        self.changed[self.at] = call
+        call.results, call.is_flat, call.is_plain = due.results, due.is_flat, due.is_plain
+        self.changed = {**self.changed, self.at: call}
         return True
 
     def execute(self, due: Call, func: Any, args: Any, kwargs: Any) -> Any:
@@ -258,6 +265,9 @@ class ForwardFollower(Follower):
     def _another(self) -> bool:
         """Whether there is another script that begins with the calls made so far: go on by that."""
         at, n = self.at, len(self.standins)
+        if self.others is None:
+            fitting = self.region.scripts.fitting(self.script.key, self.function)
+            self.others = [script for script in fitting if script is not self.script]
         while self.others:
             script = self.others.pop(0)
             if script.steps[:at] == self.steps[:at] and script.kinds[:n] == self.inputs.kinds:
@@ -282,25 +292,21 @@ class ForwardFollower(Follower):
         heir.begin()
         return heir
 
-    def returns(self, results: list[Tensor]) -> list[Tensor] | None:
-        while (found := super().returns(results)) is None and self._another():
-            pass
-        return found
-
     # -- the end
 
     def leaves_something(self, results: Sequence[Tensor]) -> bool:
         """The region has run: whether the program holds something that requires grad."""
         inputs = self.inputs
-        are_tracked = levels.is_tracked if inputs.frames else Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-        self.given = [ref(t) if are_tracked(t) else None for t in self.standins]
+        self.given = given = list[Any]()
+        for t in self.standins:
+            given.append(ref(t) if t.requires_grad or inputs.frames else None)
+        t = None
         self.standins.clear()
         inputs.leaves.clear()
         self.foreign.clear()
-        returned = [id(t) for t in results]
-        for known in (*self.given, *self.refs):
+        for known in (*given, *self.refs):
             if known is not None and (t := known()) is not None:
-                if id(t) not in returned and levels.is_tracked(t):
+                if levels.is_tracked(t) and not any([t is result for result in results]):
                     return True
         return False
 

@@ -333,21 +333,20 @@ class BeginAgain(BaseException):
 class Rerun(Ledger):
     """The ledger of a replay: runs what is live, and hands out kept values and unwritten memory."""
 
-    def __init__(self, ran: Ran, live: Any, kept: Any) -> None:
-        super().__init__()
+    draws_again = False  # whether the replay has put generators back
+
+    def __init__(self, ran: Ran, live: Any, kept: Any, calls: int) -> None:
+        """It begins to listen when so many calls have been made."""
+        self.busy, self.made, self.since = False, {}, graphs.last_node()  # (as `Ledger`)
         self.entries, self.starts, self.kept = ran.entries, ran.starts, kept
         self.live = live  # which entries to run; ``None`` runs all
         self.in_graph = ran.in_graph
-        self.given: set[int] = set()  # memory of kept values that were handed out
         self.in_line = True  # whether all operations so far are entries
-        self.draws_again = False  # whether the replay has put generators back
         self.hollow: dict[int, Any] = {}  # memory that was not computed: the storage, weakly
-
-    def begin(self, call: int) -> None:
-        """Listen when so many calls have run."""
-        self.call = call - 1
+        self.given: set[int] = set()  # memory of kept values that were handed out
+        self.call = calls - 1
         self.next_call()
-        self.first = self.end if call else 0  # the first entry that is seen
+        self.first = self.end if calls else 0  # the first entry that is seen
 
     def next_call(self) -> None:
         self.call = n = self.call + 1

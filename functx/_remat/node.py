@@ -87,8 +87,12 @@ def _sharing(results: list[Tensor], inputs: Inputs, n: int) -> list[Tensor]:
     above that can't be had, since in a Function no level below records it.) The first ``n`` were
     returned. The others are the program's own tensors, which stay themselves.
     """
-    memory = [_torch.storage_of(t) for t in results]
-    held = {m for parts in inputs.memory() for m in parts if m != -1}
+    try:  # (`_torch.storage_of` without its calls)
+        memory = [_torch.storage_address(t) for t in results]
+        held = {_torch.storage_address(t) for stored in inputs.stored for t in stored}
+    except (RuntimeError, NotImplementedError):
+        memory = [_torch.storage_of(t) for t in results]
+        held = {m for parts in inputs.memory() for m in parts if m != -1}
     if held.isdisjoint(memory) and (len(memory) == 1 or len({*memory}) == len(memory)):
         return results
     shared = [m in held or (m != -1 and memory.count(m) > 1) for m in memory]
@@ -129,10 +133,8 @@ def attach(
         payload.requiring = [*requiring, *range(len(values), len(values) + len(leaves))]
         tracked += leaves
         saved = [*values, *leaves, *kept]
-    for t in saved:
-        if t.is_inference():
-            saved = [t.clone() if t.is_inference() else t for t in saved]
-            break
+    if any([t.is_inference() for t in saved]):
+        saved = [t.clone() if t.is_inference() else t for t in saved]
     if False in required:
         wanted = [i for i, r in enumerate(required) if r]
         behind = [results[i] for i in wanted]
@@ -146,7 +148,11 @@ def attach(
         if region.further:
             n_returned = sum([i < n_returned for i in wanted])
         behind = _sharing(behind, inputs, n_returned)
-    got = _torch.apply_at_level(RegionNode.apply, payload, tuple(behind), saved, *tracked)
+    apply = RegionNode.apply
+    if _torch.peek_interpreter() is None:
+        got = apply(payload, tuple(behind), saved, *tracked)
+    else:
+        got = _torch.apply_at_level(apply, payload, tuple(behind), saved, *tracked)
     if False not in required:
         return [*got]
     results = list(results)

@@ -24,14 +24,20 @@ def pull_back(
 
     Saved are its values, its leaves, and what the policy kept.
     """
-    asked = [i for i, need in zip(payload.requiring, needs) if need]
-    given = [i for i, c in enumerate(cotangents) if c is not None]
+    requiring = payload.requiring
+    asked = [i for i, need in zip(requiring, needs) if need]
+    results, given = list[int](), list[Tensor]()
+    for i, c in zip(payload.wanted, cotangents):
+        if c is not None:
+            results.append(i)
+            given.append(levels.alive(c))
+    del cotangents
     if not given or not asked:
-        return [None] * len(payload.requiring)
+        return [None] * len(requiring)
     n, m = payload.n_values, payload.n_values + payload.n_leaves
-    body = RegionPullback(payload, saved[n:m], [payload.wanted[i] for i in given], asked)
-    flat = saved[:n] + saved[m:] + [levels.alive(cotangents[i]) for i in given]
-    outer, traced = listening(), _torch.dispatch_depth() > 0
+    leaves, flat = saved[n:m], saved[:n] + saved[m:] + given
+    del saved, given
+    outer, traced = listening() if _torch.function_depth() else None, _torch.dispatch_depth() > 0
     since = graphs.last_node() if traced else None
     if outer is not None:
         outer.asleep = True
@@ -39,32 +45,81 @@ def pull_back(
         # The backward is a region again (but under ``is_grads_batched``, whose vmap can't detach):
         if observers.tracers or (
             torch.is_grad_enabled()
-            and any(map(levels.is_tracked, flat + body.leaves))
+            and any(map(levels.is_tracked, flat + leaves))
             and not any(map(_torch.is_legacy_batched, flat))
         ):
+            body = RegionPullback(payload, leaves, results, asked)
             options = Options(name="a pullback", is_pullback=True)
             title = f"the pullback of {payload.region.title}"
-            grads = forward.run(body, body, flat, options, title)
+            found, grads = body.found, forward.run(body, body, flat, options, title)
+            found = body.found
         else:
-            grads = body(*flat)
+            found, grads = pulled_back(payload, leaves, results, asked, flat)
     finally:
         if outer is not None:
             outer.asleep = False
-    del flat
     if traced:
         graphs.close(since, payload.region.options.name, "backward")
-    if body.found == payload.requiring:
+    if len(found) == len(requiring):
         return grads  # type: ignore[no-any-return]
-    found = dict(zip(body.found, grads))
-    return [found.get(i) for i in payload.requiring]
+    by_number = dict(zip(found, grads))
+    return [by_number.get(i) for i in requiring]
+
+
+def pulled_back(
+    payload: Any, leaves: list[Tensor], results: list[int], asked: list[int], flat: list[Tensor]
+) -> tuple[list[int], list[Tensor]]:
+    """Replay a region, and pull cotangents back through the replay.
+
+    Args:
+        payload: what the node knows.
+        leaves: those that no mode saw. They are the program's own, in a replay too.
+        results: which results of the level have a cotangent.
+        asked: which of the node's values and leaves a gradient is asked for.
+        flat: the node's values, what the policy kept, and the cotangents; it is emptied.
+
+    Returns:
+        Which gradients there are, and these.
+    """
+    n, m = payload.n_values, len(flat) - len(results)
+    values, kept, cotangents = flat[:n], flat[n:m], flat[m:]
+    flat.clear()
+    level, recorded = payload.level, torch.is_grad_enabled()
+    traced = _torch.dispatch_depth() > 0
+    since = graphs.last_node() if traced else None
+    first = _torch.next_sequence_number()
+    edges, inputs = replay(payload.region, level, values, kept, results)
+    del values
+    if traced:
+        graphs.close(since, payload.region.options.name, "replay")
+    inputs += leaves
+    for edge in edges:
+        if edge is None:
+            cotangents = [c for e, c in zip(edges, cotangents) if e is not None]
+            edges = [e for e in edges if e is not None]
+            break
+    if recorded and level == 0:
+        sharding.refuse_lost_derivatives(edges, first)
+    if not edges:
+        return [], []
+    # At the base level, what is recorded of the pullback runs through the tape of the replay.
+    retain = level == 0 and recorded
+    wanted = tuple([inputs[i] for i in asked])
+    grads = _torch.run_backward(
+        *(tuple(edges), tuple(cotangents), retain, recorded, wanted, True), accumulate_grad=False
+    )
+    found, there = list[int](), list[Tensor]()
+    for i, g in zip(asked, grads):
+        if g is not None:
+            found.append(i)
+            there.append(levels.alive(g))
+    return found, there
 
 
 class RegionPullback:
-    """Replay a region, and pull cotangents back through the replay.
+    """`pulled_back` as the body of a region, which is given the node's values and the rest.
 
-    Called with the node's values, what the policy kept, and the cotangents. Leaves that no mode saw
-    are the program's own, in a replay too. Not all gradients that are asked for are there:
-    ``found`` says which are.
+    Not all gradients that are asked for are there: ``found`` says which are.
     """
 
     def __init__(
@@ -74,37 +129,6 @@ class RegionPullback:
         self.found: list[int] = []
 
     def __call__(self, *flat: Tensor) -> list[Tensor]:
-        payload = self.payload
-        n, m = payload.n_values, len(flat) - len(self.results)
-        values, kept, cotangents = [*flat[:n]], flat[n:m], flat[m:]
-        recorded, traced = torch.is_grad_enabled(), _torch.dispatch_depth() > 0
-        since = graphs.last_node() if traced else None
-        first = _torch.next_sequence_number()
-        edges, inputs = replay(payload.region, payload.level, values, kept, self.results)
-        if traced:
-            graphs.close(since, payload.region.options.name, "replay")
-        inputs += self.leaves
-        if any([e is None for e in edges]):
-            cotangents = [c for e, c in zip(edges, cotangents) if e is not None]
-            edges = [e for e in edges if e is not None]
-        if recorded and payload.level == 0:
-            sharding.refuse_lost_derivatives(edges, first)
-        del flat, values
-        if not edges:
-            self.found = []
-            return []
-        # At the base level, what is recorded of the pullback runs through the tape of the replay.
-        retain = payload.level == 0 and recorded
-        grads: Sequence[Tensor | None] = _torch.run_backward(
-            tuple(edges),
-            tuple(cotangents),
-            retain,
-            recorded,
-            tuple([inputs[i] for i in self.asked]),
-            True,
-            accumulate_grad=False,
-        )
-        self.found = self.asked
-        if any([g is None for g in grads]):
-            self.found = [i for i, g in zip(self.asked, grads) if g is not None]
-        return [levels.alive(g) for g in grads if g is not None]
+        args = self.payload, self.leaves, self.results, self.asked
+        self.found, grads = pulled_back(*args, [*flat])
+        return grads

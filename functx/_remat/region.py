@@ -93,8 +93,11 @@ class Inputs:
     def __init__(self, frames: Sequence[levels.Frame]) -> None:
         self.frames = frames
         n = len(frames)
-        self.values: list[list[Tensor]] = [[], *[[] for _ in frames]]
-        self.slots: list[list[Any]] = [[], *[[] for _ in frames]]  # at 0: whether it requires grad
+        self.values: list[list[Tensor]] = [[]]
+        self.slots: list[list[Any]] = [[]]  # at 0: whether it requires grad
+        for _ in frames:
+            self.values.append([])
+            self.slots.append([])
         self.standins: list[Tensor] = []
         self.kinds: list[Any] = []  # of each, how its parts are wrapped, and what they are
         # Of each input the plain tensors inside, which lie in its memory; of a dual, also its tangent:
@@ -118,7 +121,11 @@ class Inputs:
             self.values[0].append(t)
             self.slots[0].append(required)
             if required:
-                standin = self._leaf(levels.detached(t), 0)
+                standin = levels.detached(t) if _torch.dispatch_depth() else t.detach()
+                standin.requires_grad_()
+                self.leaves[id(standin)] = standin
+                self.places[id(standin)] = 0, len(self.values[0]) - 1
+                self.lowest = 0
         self.standins.append(standin)
         return standin
 
@@ -158,13 +165,9 @@ class Inputs:
         return frame.lift(cut, slot, k)
 
     def _leaf(self, t: Tensor, k: int) -> Tensor:
-        if self.frames:
-            levels.require_grad(t)
-        else:
-            t.requires_grad_()
+        levels.require_grad(t)
         self.leaves[id(t)], self.places[id(t)] = t, (k, len(self.values[k]) - 1)
-        if k < self.lowest:
-            self.lowest = k
+        self.lowest = min(self.lowest, k)
         return t
 
     def requiring(self, k: int) -> list[int]:

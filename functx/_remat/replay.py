@@ -37,21 +37,21 @@ class Replayer(Listener):
     Its ledger begins to listen at the first call that leaves out.
     """
 
-    def __init__(self, region: Region, rerun: LateLedger, standins: list[Tensor]) -> None:
+    def __init__(self, region: Region, late: LateLedger, standins: list[Tensor]) -> None:
         super().__init__(region, standins, (), region.calls())
-        self.rerun = rerun
+        self.late = late
         self.wanted = dict.fromkeys(region.further)
 
-    def watch_now(self) -> None:
+    def watch(self) -> None:
         """Let the ledger listen."""
-        self.ledgers = (self.rerun.begin(self.at),)
+        self.ledgers = (self.late.begin(self.at),)
 
     def log(self, call: Call) -> Call | None:
-        if not self.ledgers and self.rerun.stop < NEVER - 1:
+        if not self.ledgers and self.late.stop < NEVER - 1:
             # (A region inside has calls of its own, which are not told one by one.)
             inside = isinstance(call.func, str) and call.func not in (RETURN, DATA)
-            if (inside or self.at >= self.rerun.stop) and self.rerun.may_begin():
-                self.watch_now()
+            if (inside or self.at >= self.late.stop) and self.late.may_begin():
+                self.watch()
         return super().log(call)
 
     def left(self, number: int) -> Tensor:
@@ -65,29 +65,26 @@ class Replayer(Listener):
 class ReplayFollower(Follower):
     """Compares a replay with the script that its forward has left or followed."""
 
-    def __init__(self, region: Region, rerun: LateLedger, standins: list[Tensor]) -> None:
-        super().__init__(region, region.script, standins)
-        self.rerun, self.stop = rerun, rerun.stop
+    def __init__(self, region: Region, late: LateLedger, standins: list[Tensor]) -> None:
+        script = region.script
+        self.region, self.n_args, self.norms = region, region.n_args, region.settings.norms
+        self.script, self.steps, self.standins = script, script.steps, standins
+        self.refs, self.numbers = [None] * (script.serial + 1), {}
+        self.late, self.stop = late, late.stop
         if region.changed:
             self.steps = [*self.steps]
             for i, call in region.changed.items():
                 self.steps[i] = step_of(call)
 
     def watch(self) -> None:
-        if self.rerun.may_begin():
-            self.watch_now()
-
-    def watch_now(self) -> None:
-        """Let the ledger listen."""
-        self.ledger = self.rerun.begin(self.at)
+        if self.late.may_begin():
+            self.ledger = self.late.begin(self.at)
 
     def standin_for(self, t: Tensor, number: int) -> Tensor:
         # (See NOTE [by place].)
-        if -1 - number < self.n_args or levels.alive(t) is not t:
+        if -1 - number < self.n_args or _torch.level_of(t) > 0 or self.is_result(t):
             raise Differs
-        if self.is_result(t):
-            raise Differs
-        if _torch.level_of(t) > 0:
+        if _torch.unwrap_if_dead(t) is not t:
             raise Differs
         return self.standins[-1 - number]
 
@@ -99,53 +96,46 @@ class ReplayFollower(Follower):
         return self.region.calls()[: self.at]
 
     def hand_over(self) -> Replayer:
-        heir = self.heir = Replayer(self.region, self.rerun, self.standins)
+        heir = self.heir = Replayer(self.region, self.late, self.standins)
         heir.take_over(self)
         if self.ledger is not None:
             heir.ledgers = (self.ledger,)
         elif self.region.draws:
-            heir.watch_now()
+            heir.watch()
         return heir
-
-    def left(self, number: int) -> Tensor:
-        """No script is followed by a replay that has further results to find."""
-        raise AssertionError(number)
 
 
 class LateLedger:
     """The ledger of a replay, which begins to listen at the first call that leaves out."""
 
+    __slots__ = ("begun", "here", "kept", "live", "region", "stop")
+
     def __init__(self, region: Region, live: Any, kept: Sequence[Tensor]) -> None:
         self.region, self.live, self.kept = region, live, kept
         self.stop = region.script.ran.left_out - 1
-        self.here = _here()
-        self.rerun: Rerun | None = None  # when it has begun
+        self.here = _torch.dispatch_depth(), _torch.current_backward()
+        self.begun: Rerun | None = None
 
     def may_begin(self) -> bool:
         """Whether the program has entered no mode; what an engine runs has modes of its own."""
-        return _here() == self.here
+        return self.here == (_torch.dispatch_depth(), _torch.current_backward())
 
     def begin(self, at: int) -> Rerun:
         """Listen when so many calls have run."""
         region = self.region
         kept = {} if region.kept is None else region.kept.given(self.kept)
-        self.rerun = rerun = Rerun(region.script.ran, self.live, kept)
-        rerun.begin(at)
-        rerun.draws_again = bool(region.draws)
+        rerun = self.begun = Rerun(region.script.ran, self.live, kept, at)
+        if region.draws:
+            rerun.draws_again = True
         _torch.push_dispatch_mode(rerun)
         return rerun
 
     def end(self) -> None:
         """The region's code has returned."""
-        if self.rerun is not None and _torch.pop_dispatch_mode(None) is not self.rerun:
+        if self.begun is not None and _torch.pop_dispatch_mode(None) is not self.begun:
             raise AssertionError("functx: a dispatch mode was left behind")
         if self.region.kept is not None:
             self.region.kept.end()
-
-
-def _here() -> tuple[int, int]:
-    """The dispatch modes and the backward pass that this runs in."""
-    return _torch.dispatch_depth(), _torch.current_backward()
 
 
 def replay(
@@ -162,7 +152,8 @@ def replay(
         the leaves that the values have become. Where ``wanted`` is ``None``, all results themselves
         and what was written, at that level, and nothing is left out.
     """
-    with StackGuard(listening()) as entry:
+    entry = StackGuard(listening() if _torch.function_depth() else None)
+    try:
         if entry.function:
             entry.take_norms()
         depth = 0
@@ -172,7 +163,7 @@ def replay(
             _tell_of_draws(region)
             entry.restored = Restored(region.draws)
             entry.restored.begin()
-        modes = []
+        modes: Sequence[Any] = ()
         if region.settings != entry.settings:
             region.settings.put(entry.settings)
             modes = region.settings.modes(entry.settings)
@@ -180,38 +171,49 @@ def replay(
             entry.stop_caching()
         for mode in modes:
             _torch.push_function_mode(mode)
-
-        def run() -> tuple[list[Any], list[Tensor]]:
-            live = None if wanted is None else region.script.ran.live
-            try:
-                return _attempt(region, level, values, kept, wanted, live)
-            except BeginAgain:
-                entry.cut_back(depth, len(modes))
-                if entry.restored is not None:
-                    entry.restored.rewind()
-                return _attempt(region, level, values, kept, wanted, None)
-
+        attempt = partial(_attempt, region, level, values, kept, wanted)
+        if depth < entry.functorch:
+            attempt = partial(_at_depth, depth, attempt)
         if observers.of_replays and wanted is not None:
-            with ExitStack() as around:
-                for observer in observers.of_replays:
-                    around.enter_context(observer(region.options.name))
-                result = levels.at_depth(depth, run)
-        elif depth == entry.functorch:
-            result = run()
-        else:
-            result = levels.at_depth(depth, run)
+            attempt = partial(_observed, region.options.name, attempt)
+        try:
+            result = attempt(None if wanted is None else region.script.ran.live)
+        except BeginAgain:
+            entry.cut_back(modes=len(modes))
+            if entry.restored is not None:
+                entry.restored.rewind()
+            result = attempt(None)
         for _ in modes:
             _torch.pop_function_mode()
         if region.settings != entry.settings:
             entry.settings.put(region.settings)
-        entry.settle()
+        if region.frames:
+            entry.settle()
         drawn = None if entry.restored is None else entry.restored.differ()
         if drawn is not None and region.options.determinism_check != "none":
             raise departures.drawn_by_others(region, drawn)
         if entry.norms is not None:  # as in `forward.run`
             _torch.push_function_mode(entry.norms)
             entry.norms = None
+    except BaseException:
+        entry.failed()
+        raise
+    finally:
+        entry.end()
     return result
+
+
+def _at_depth(depth: int, attempt: Any, live: Any) -> Any:
+    """What ``attempt`` returns where only some levels are active."""
+    return levels.at_depth(depth, partial(attempt, live))
+
+
+def _observed(name: str, attempt: Any, live: Any) -> Any:
+    """What ``attempt`` returns inside of what observers enter around each replay."""
+    with ExitStack() as around:
+        for observer in observers.of_replays:
+            around.enter_context(observer(name))
+        return attempt(live)
 
 
 def _tell_of_draws(region: Region) -> None:
@@ -252,9 +254,9 @@ def _attempt(
     classes = function_classes() if level else ""
     if frames:
         with _torch.RequiresGradAllowed():  # as in functx's transforms
-            results, rerun = _body(region, standins, kept, live)
+            results, late = _body(region, standins, kept, live)
     else:
-        results, rerun = _body(region, standins, kept, live)
+        results, late = _body(region, standins, kept, live)
     written: list[Tensor] = []
     if wanted is None:
         written = [levels.base_of(standins[i]) for i in region.written_outside()]
@@ -271,7 +273,7 @@ def _attempt(
     if frames:
         levels.leave_to(depth)
     _torch.set_grad_enabled(connected)
-    if rerun.rerun is not None and rerun.rerun.holds_unwritten():
+    if late.begun is not None and late.begun.holds_unwritten():
         raise BeginAgain
     return edges, leaves
 
@@ -317,30 +319,32 @@ def _edge(t: Tensor, leaves: list[Tensor]) -> Any:
 def _body(
     region: Region, standins: list[Tensor], kept: Sequence[Tensor], live: Any
 ) -> tuple[list[Tensor], LateLedger]:
-    rerun = LateLedger(region, live, kept)
-    follows = region.script.steps is not None and not region.further
-    replayer = (ReplayFollower if follows else Replayer)(region, rerun, standins)
-    # (What another mode calls is no call of the region: only where this one is seen to be busy.)
-    # (And a replay inside of one that has put generators back is to know of it; no script that is
+    """Run the function on stand-ins: its results, each once, and what was left out."""
+    late, script = LateLedger(region, live, kept), region.script
+    follows = script.steps is not None and not region.further
+    replayer: Any = (ReplayFollower if follows else Replayer)(region, late, standins)
+    # What another mode calls is no call of the region: only where this one is seen to be busy. And
+    # a replay inside of one that has put generators back is to know of it. (No script that is
     # followed has one inside.)
-    draws = bool(region.draws) and not follows
-    if draws or region.script.ran.left_out == 0 or _torch.dispatch_depth():
-        replayer.watch_now()
+    if script.ran.left_out == 0 or late.here[0] or (region.draws and not follows):
+        replayer.watch()
     _torch.push_function_mode(replayer)
     mode = torch.is_grad_enabled()
     out = region.body(*standins[: region.n_args])
     if torch.is_grad_enabled() is not mode:  # as in the forward
         _torch.set_grad_enabled(mode)
     out = [out] if type(out) is Tensor else tree.partition(out)[0]
-    results = replayer.returns(out) if isinstance(replayer, ReplayFollower) else None
+    results = None
+    if follows and replayer.heir is None:
+        results = replayer.returns(out)
     if results is None:
         replayer = replayer.listener()
         results = replayer.finish(out)
     del out
     _torch.pop_function_mode()
-    rerun.end()
-    if len(region.script.results) < len(results):
-        results = [results[i] for i in region.script.results]
+    late.end()
+    if len(script.results) < len(results):
+        results = [results[i] for i in script.results]
     if region.further:
         results += [replayer.left(number) for number in region.further]
-    return results, rerun
+    return results, late

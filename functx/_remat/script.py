@@ -121,6 +121,13 @@ class Scripts:
         found = _of_code.get(id(identity[0]), ())
         return [s for other, s in found if s.key == key and _are_equal(other, identity)]
 
+    def first_fitting(self, key: Any, f: Any) -> Script | None:
+        """The first of these."""
+        for script in self.own:
+            if script.key == key:
+                return script
+        return next(iter(self.fitting(key, f)), None) if _of_code else None
+
     def add(self, script: Script, f: Any) -> None:
         """A run has left a script."""
         if self is not OF_NO_REGION:
