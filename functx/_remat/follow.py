@@ -124,11 +124,24 @@ class Follower(TorchFunctionMode, Listening):
         due, grad, wanted, is_flat, is_plain, result, _ = step = self.steps[at]
         if not is_flat or func is not due or grad is not torch.is_grad_enabled():
             return self.other(step, func, args, kwargs or {})
-        given = args if not kwargs else in_a_row(args, kwargs)
-        try:
-            operands = self.operands(given, wanted)
-        except Differs:
+        given = operands = args if not kwargs else in_a_row(args, kwargs)
+        if len(given) != len(wanted):
             return self.other(step, func, args, kwargs or {})
+        # (What `operands` does, where nothing is to be put in the place of anything.)
+        refs, standins = self.refs, self.standins
+        for a, number in zip(given, wanted):
+            if type(number) is int:
+                if number > 0 and (known := refs[number]) is not None and known() is a:
+                    continue
+                if -len(standins) <= number < 0 and standins[-1 - number] is a:
+                    continue
+            elif type(a) in ATOMS and type(a) is type(number[0]) and a == number[0]:
+                continue
+            try:
+                operands = self.operands(given, wanted)
+            except Differs:
+                return self.other(step, func, args, kwargs or {})
+            break
         self.at = at + 1
         if ledger is not None:
             ledger.next_call()
@@ -142,12 +155,16 @@ class Follower(TorchFunctionMode, Listening):
             return self.returned(step, out, given, operands)
         out = func(*args, **kwargs) if kwargs else func(*args)
         number, shape, dtype = result
-        if not isinstance(out, Tensor) or out.shape != shape or out.dtype is not dtype:
+        if (
+            (type(out) is not Tensor and not isinstance(out, Tensor))
+            or out.shape != shape
+            or out.dtype is not dtype
+        ):
             return self.differs(step, out, given, operands)
         if operands is not given:  # no stand-in must get into a module
             for t, a in zip(operands, given):
                 out = a if t is out and t is not a else out
-        self.refs[number] = ref(out)
+        refs[number] = ref(out)
         self.numbers[id(out)] = number
         return out
 

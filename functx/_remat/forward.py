@@ -96,7 +96,7 @@ class Forward:
         self.results = [self.places.index(i) for i in range(len(results))]
         out.clear()
         if region.draws is not None:
-            region.draws.end()
+            region.draws = region.draws.ended()
         n = len(region.frames)
         if not n and any([t.requires_grad for t in results]):
             inputs.lowest = 0  # if only a leaf is differentiated that no mode has seen
@@ -138,6 +138,7 @@ class Forward:
         told.calls, told.key, told.kinds = captures.calls, self.key, inputs.kinds
         told.made, told.results, told.places = captures.made, self.results, self.places
         told.ran, told.nodes, told.serial = ran, nodes, captures.serial
+        told.draws = region.draws is not None or captures.record.has_foreign
         told.partly = Partly.YES if captures.record.followed else Partly.NO
         told.requiring = [inputs.requiring(k) for k in range(n + 1)]
         told.steps = None
@@ -219,8 +220,7 @@ def run(
             region.frames = levels.frames()
         traces = forward is not None and forward is not Forward
         in_graph = bool(entry.dispatch) and not traces and _torch.tracing()
-        if (options.preserve_rng_state or traces) and not in_graph:
-            region.draws = Draws(tensors, python=options.preserve_rng_state == "all")
+        draws = (options.preserve_rng_state or traces) and not in_graph
         inputs, key, follower = Inputs(region.frames), None, None
         first_node = _torch.next_sequence_number()
         if (
@@ -238,6 +238,8 @@ def run(
             elif fitting is not None:
                 args = region, inputs, fitting, function, entry, first_node
                 follower = ForwardFollower(*args)
+        if draws and (follower is None or follower.script.draws):
+            region.draws = Draws(tensors, python=options.preserve_rng_state == "all")
         since = graphs.last_node() if entry.dispatch else None
         further: Sequence[tuple[int, Tensor]] = ()
         if follower is not None:

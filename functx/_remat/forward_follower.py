@@ -16,6 +16,7 @@ from functx._remat import departures, leaving, levels, node
 from functx._remat.calls import Call, same_call
 from functx._remat.captures import Captures
 from functx._remat.follow import Differs, Follower
+from functx._remat.generators import Draws
 from functx._remat.guard import StackGuard
 from functx._remat.ledger import Record
 from functx._remat.listener import Body
@@ -84,7 +85,7 @@ class ForwardFollower(Follower):
         if len(script.results) < len(results):
             results[:] = [results[i] for i in script.results]
         if region.draws is not None:
-            region.draws.end()
+            region.draws = region.draws.ended()
         region.script, region.slots, region.left_behind = script, inputs.slots, self.refs
         if self.changed:
             region.changed = self.changed
@@ -283,7 +284,10 @@ class ForwardFollower(Follower):
                 f"{self.region.title} makes other calls than in its last run, in a dispatch mode "
                 "that it has entered. Enter the mode outside of the region."
             )
-        record = Record(self.region.draws)
+        region, options = self.region, self.region.options
+        if region.draws is None and options.preserve_rng_state:  # nothing has been drawn so far
+            region.draws = Draws(self.standins, python=options.preserve_rng_state == "all")
+        record = Record(region.draws)
         heir = self.heir = Captures(self.region, self.inputs, record, None, self.first_node)
         heir.take_over(self)
         if self.writes is None:

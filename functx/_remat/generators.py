@@ -82,12 +82,8 @@ class Draws:
         """The states of the generators that have been noted, as they are now."""
         return [_bytes(g.get_state()) for g in self.before]
 
-    def __len__(self) -> int:
-        """How many there are: none is left of a region that draws nothing."""
-        return len(self.before) + (self.python is not None)
-
-    def end(self) -> None:
-        """The region has run: forget the generators from which it has not drawn.
+    def ended(self) -> Draws | None:
+        """The region has run: what is left without the generators from which it has not drawn.
 
         A region may put a generator back after it has drawn, as ``torch.random.fork_rng`` does. So
         an equal state alone does not mean that nothing was drawn.
@@ -99,6 +95,7 @@ class Draws:
                 del self.before[g]
             else:
                 self.after[g] = after
+        return self if self.before or self.python is not None else None
 
 
 class Restored:

@@ -145,6 +145,7 @@ class Record(Ledger):
         self.written: list[int] = []  # memory of inputs that this call has written
         self.writes: Any = None  # told before memory is written that is not the region's
         self.draws_now = self.writes_now = False  # this call draws, or writes to what it has not made
+        self.has_foreign = False  # an operator of an extension has run
         self.followed = 0  # how many entries are those of a script that the run began with
         self.blind = False  # code has run that no mode sees
         self.blank: set[int] = set()  # entries whose memory, empty or zero, nothing seen has filled
@@ -188,7 +189,10 @@ class Record(Ledger):
                 kind = kind if kind is DRAWN else ALWAYS
         if written and self.saver is not None:
             self.saver.about_to_write(written)
-        before = self.draws.states() if operator.is_foreign and self.draws is not None else None
+        before = None
+        if operator.is_foreign:
+            self.has_foreign = True
+            before = None if self.draws is None else self.draws.states()
         out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         if kind is VIEW:
             self.entries.append(Entry(operator.overload, VIEW))
@@ -337,7 +341,9 @@ class Rerun(Ledger):
 
     def __init__(self, ran: Ran, live: Any, kept: Any, calls: int) -> None:
         """It begins to listen when so many calls have been made."""
-        self.busy, self.made, self.since = False, {}, graphs.last_node()  # (as `Ledger`)
+        # (What `Ledger` has, too: this runs at each replay.)
+        self.busy, self.made = False, {}
+        self.since = graphs.last_node() if _torch.dispatch_depth() else None
         self.entries, self.starts, self.kept = ran.entries, ran.starts, kept
         self.live = live  # which entries to run; ``None`` runs all
         self.in_graph = ran.in_graph
@@ -356,7 +362,10 @@ class Rerun(Ledger):
 
     def run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
         is_view = operator.kind is VIEW
-        touched = [] if is_view else [storage_of(t) for t in tensors_in(args, kwargs)]
+        touched = list[int]()
+        if not is_view:
+            for t in tensors_in(args, kwargs):
+                touched.append(storage_of(t))
         i = self._matching(operator, touched)
         if i >= 0 and i not in self.kept and self.live is not None and not self.live[i]:
             layout = self.entries[i].layout
@@ -414,7 +423,7 @@ class Rerun(Ledger):
 
     def _may_have_made(self, maker: int, storage: int) -> bool:
         """Whether an entry made this memory, as far as it is known."""
-        found = self.maker_of(storage)
+        found = self.maker_of(storage) if storage in self.made else -1
         return found == maker or not (found >= 0 or (self.in_line and maker >= self.first))
 
     def leave_out(self, t: Tensor) -> None:
@@ -437,6 +446,11 @@ class Rerun(Ledger):
         """Whether memory that was not computed is alive."""
         if not self.hollow:
             return False
-        hollow = [m for m, storage in self.hollow.items() if storage() is not None]
+        hollow = []
+        for m, storage in self.hollow.items():
+            if storage() is not None:
+                hollow.append(m)
+        if not hollow:
+            return False
         noted = graphs.noted_after(self.since) if hollow else {}
         return any(not noted or _torch.storage_use_count(m) > 1 + noted[m] for m in hollow)

@@ -133,7 +133,7 @@ def attach(
         payload.requiring = [*requiring, *range(len(values), len(values) + len(leaves))]
         tracked += leaves
         saved = [*values, *leaves, *kept]
-    if any([t.is_inference() for t in saved]):
+    if inputs.has_inference or leaves or kept:
         saved = [t.clone() if t.is_inference() else t for t in saved]
     if False in required:
         wanted = [i for i, r in enumerate(required) if r]

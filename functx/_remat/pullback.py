@@ -35,8 +35,8 @@ def pull_back(
     if not given or not asked:
         return [None] * len(requiring)
     n, m = payload.n_values, payload.n_values + payload.n_leaves
-    leaves, flat = saved[n:m], saved[:n] + saved[m:] + given
-    del saved, given
+    values, leaves, kept = saved[:n], saved[n:m], saved[m:]
+    del saved
     outer, traced = listening() if _torch.function_depth() else None, _torch.dispatch_depth() > 0
     since = graphs.last_node() if traced else None
     if outer is not None:
@@ -45,16 +45,18 @@ def pull_back(
         # The backward is a region again (but under ``is_grads_batched``, whose vmap can't detach):
         if observers.tracers or (
             torch.is_grad_enabled()
-            and any(map(levels.is_tracked, flat + leaves))
-            and not any(map(_torch.is_legacy_batched, flat))
+            and any(map(levels.is_tracked, values + kept + given + leaves))
+            and not any(map(_torch.is_legacy_batched, values + kept + given))
         ):
+            flat = values + kept + given
+            del values, kept, given
             body = RegionPullback(payload, leaves, results, asked)
             options = Options(name="a pullback", is_pullback=True)
             title = f"the pullback of {payload.region.title}"
-            found, grads = body.found, forward.run(body, body, flat, options, title)
+            grads = forward.run(body, body, flat, options, title)
             found = body.found
         else:
-            found, grads = pulled_back(payload, leaves, results, asked, flat)
+            found, grads = pulled_back(payload, values, kept, leaves, results, given, asked)
     finally:
         if outer is not None:
             outer.asleep = False
@@ -67,29 +69,34 @@ def pull_back(
 
 
 def pulled_back(
-    payload: Any, leaves: list[Tensor], results: list[int], asked: list[int], flat: list[Tensor]
+    payload: Any,
+    values: list[Tensor],
+    kept: Sequence[Tensor],
+    leaves: list[Tensor],
+    results: list[int],
+    cotangents: list[Tensor],
+    asked: list[int],
 ) -> tuple[list[int], list[Tensor]]:
     """Replay a region, and pull cotangents back through the replay.
 
     Args:
         payload: what the node knows.
+        values: those of its level; the list is emptied.
+        kept: what the policy kept.
         leaves: those that no mode saw. They are the program's own, in a replay too.
         results: which results of the level have a cotangent.
-        asked: which of the node's values and leaves a gradient is asked for.
-        flat: the node's values, what the policy kept, and the cotangents; it is emptied.
+        cotangents: these.
+        asked: which of the values and leaves a gradient is asked for.
 
     Returns:
         Which gradients there are, and these.
     """
-    n, m = payload.n_values, len(flat) - len(results)
-    values, kept, cotangents = flat[:n], flat[n:m], flat[m:]
-    flat.clear()
     level, recorded = payload.level, torch.is_grad_enabled()
     traced = _torch.dispatch_depth() > 0
     since = graphs.last_node() if traced else None
     first = _torch.next_sequence_number()
     edges, inputs = replay(payload.region, level, values, kept, results)
-    del values
+    values.clear()
     if traced:
         graphs.close(since, payload.region.options.name, "replay")
     inputs += leaves
@@ -129,6 +136,9 @@ class RegionPullback:
         self.found: list[int] = []
 
     def __call__(self, *flat: Tensor) -> list[Tensor]:
-        args = self.payload, self.leaves, self.results, self.asked
-        self.found, grads = pulled_back(*args, [*flat])
+        n, m = self.payload.n_values, len(flat) - len(self.results)
+        values, cotangents = [*flat[:n]], [*flat[m:]]
+        args = self.payload, values, flat[n:m], self.leaves, self.results, cotangents, self.asked
+        del flat
+        self.found, grads = pulled_back(*args)
         return grads

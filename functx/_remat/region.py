@@ -86,8 +86,8 @@ class Inputs:
     """
 
     __slots__ = (
-        *("frames", "kinds", "leaves", "lowest", "places", "reached", "slots", "standins"),
-        *("stored", "values"),
+        *("frames", "has_inference", "kinds", "leaves", "lowest", "places", "reached"),
+        *("slots", "standins", "stored", "values"),
     )
 
     def __init__(self, frames: Sequence[levels.Frame]) -> None:
@@ -99,6 +99,7 @@ class Inputs:
             self.values.append([])
             self.slots.append([])
         self.standins: list[Tensor] = []
+        self.has_inference = False  # a tensor of inference mode is among them
         self.kinds: list[Any] = []  # of each, how its parts are wrapped, and what they are
         # Of each input the plain tensors inside, which lie in its memory; of a dual, also its tangent:
         self.stored: list[Sequence[Tensor]] = []
@@ -116,6 +117,8 @@ class Inputs:
             self.stored.append(stored)
         else:  # what `_cut` does at level 0
             standin, required = t, t.requires_grad
+            if t.is_inference():
+                self.has_inference = True
             self.kinds.append((t.shape, t.dtype, t.device, required))
             self.stored.append((t,))
             self.values[0].append(t)
@@ -149,6 +152,7 @@ class Inputs:
             required = t.requires_grad
             self.slots[0].append(required)
             stored.append(t)
+            self.has_inference = self.has_inference or t.is_inference()
             kind += t.shape, t.dtype, t.device, required
             return self._leaf(levels.detached(t), 0) if required else t
         frame = self.frames[k - 1]

@@ -100,7 +100,7 @@ class ReplayFollower(Follower):
         heir.take_over(self)
         if self.ledger is not None:
             heir.ledgers = (self.ledger,)
-        elif self.region.draws:
+        elif self.region.draws is not None:
             heir.watch()
         return heir
 
@@ -125,7 +125,7 @@ class LateLedger:
         region = self.region
         kept = {} if region.kept is None else region.kept.given(self.kept)
         rerun = self.begun = Rerun(region.script.ran, self.live, kept, at)
-        if region.draws:
+        if region.draws is not None:
             rerun.draws_again = True
         _torch.push_dispatch_mode(rerun)
         return rerun
@@ -159,7 +159,7 @@ def replay(
         depth = 0
         if entry.functorch:
             depth = min(max(level - 1, 0, *map(_torch.level_of, values)), entry.functorch)
-        if region.draws:
+        if region.draws is not None:
             _tell_of_draws(region)
             entry.restored = Restored(region.draws)
             entry.restored.begin()
@@ -263,12 +263,18 @@ def _attempt(
     del standins
     for k in range(len(frames), level, -1):
         results = frames[k - 1].lower_all(results, numbers[k])[0]
+    edges: list[Any] = []
     if wanted is None:
-        edges: list[Any] = results + written
-    else:
-        edges = [_edge(results[i], leaves) for i in wanted]
-        if level:
-            unwrap_for_backward(edges, classes)
+        edges = results + written
+    for i in wanted or ():
+        t = results[i]
+        if t.grad_fn is None or frames:
+            edges.append(_edge(t, leaves))
+        else:
+            edges.append(_torch.gradient_edge(t))
+    t = None
+    if level and wanted is not None:
+        unwrap_for_backward(edges, classes)
     del results
     if frames:
         levels.leave_to(depth)
@@ -326,7 +332,7 @@ def _body(
     # What another mode calls is no call of the region: only where this one is seen to be busy. And
     # a replay inside of one that has put generators back is to know of it. (No script that is
     # followed has one inside.)
-    if script.ran.left_out == 0 or late.here[0] or (region.draws and not follows):
+    if script.ran.left_out == 0 or late.here[0] or (region.draws is not None and not follows):
         replayer.watch()
     _torch.push_function_mode(replayer)
     mode = torch.is_grad_enabled()

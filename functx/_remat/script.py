@@ -61,14 +61,15 @@ class Script:
     """What one run has told."""
 
     __slots__ = (
-        *("calls", "key", "kinds", "made", "nodes", "partly", "places", "ran", "requiring"),
-        *("results", "serial", "steps"),
+        *("calls", "draws", "key", "kinds", "made", "nodes", "partly", "places", "ran"),
+        *("requiring", "results", "serial", "steps"),
     )
     # Whether it has begun with another script; and has been followed from start to end since.
     partly: Partly
     key: Any  # of runs that may follow it; see `forward`
     calls: list[Call]  # the log
     steps: list[Step] | None  # the same for a follower; ``None`` where the calls do not tell all
+    draws: bool  # whether it has drawn random numbers, or has called what may: extensions
     kinds: list[Any]  # of its inputs
     made: Any  # the inputs that were made of data, inside: their memory is the region's own
     results: list[int]  # which results of the body are different ones,

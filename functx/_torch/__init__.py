@@ -275,7 +275,8 @@ def gradient_edge(t: torch.Tensor) -> Any:
     if OUTLIVED and isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction):
         with without_function_modes(), without_dispatch_modes(), torch.enable_grad():
             owner = t.view_as(t).grad_fn  # a node below which the other one lives
-    return GradientEdge(t.grad_fn, t.output_nr, owner)
+    # (`tuple.__new__` is what the class would call.)
+    return tuple.__new__(GradientEdge, (t.grad_fn, t.output_nr, owner))
 
 
 def detached_below_autograd(t: torch.Tensor) -> torch.Tensor:
