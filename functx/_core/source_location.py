@@ -43,9 +43,12 @@ def is_internal(filename: str) -> bool:
     return filename.startswith(_internal)
 
 
-def where() -> Place:
-    """The line outside of torch and functx that is running; without one, the outermost of all."""
-    frame = sys._getframe(1)
+def where(inner: int = 1) -> Place:
+    """The line outside of torch and functx that is running; without one, the outermost of all.
+
+    So many ``inner`` frames are known to be none.
+    """
+    frame = sys._getframe(inner)
     while is_internal(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code, frame.f_lasti

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 import warnings
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from functx import _torch
 from functx._core import backend_of, exporting, line_of, tell, tree, uncompiled, where
-from functx._core.source_location import Place
 from functx._remat import arguments, cells, departures, forward, levels, sharding
 from functx._remat.observers import observers
 from functx._remat.region import Options
@@ -44,7 +43,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
             raise TypeError("remat: a budget is for torch tensors; JAX arrays can have a policy.")
         return backend.remat(f, options.policy)(*args, **kwargs)
     undifferentiated = not torch.is_grad_enabled() and not observers.tracers
-    if undifferentiated or observers.without or exporting():
+    if undifferentiated or observers.without or (compiler.exporting() and exporting()):
         return f(*args, **kwargs)
     if options.budget is not None:
         return _on_budget[0](f, args, kwargs, options)
@@ -55,9 +54,9 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
             stacklevel=3,
         )
         return f(*args, **kwargs)
-    title = Title(options.name, where())
+    title = Title((options.name, *where(3)))  # (below `run` and what has called it)
     frozen = f
-    if type(f) is not FunctionType or f.__closure__ is not None:
+    if type(f) is not types.FunctionType or f.__closure__ is not None:
         frozen = sharding.guarded(cells.frozen(f))
     if kwargs or not _ONLY_TENSORS.issuperset(map(type, args)):
         tensors, call, again = _prepared(f, frozen, args, kwargs, options.name)
@@ -75,17 +74,15 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         ) from error
 
 
-class Title:
+class Title(tuple[str, types.CodeType, int]):
     """What messages call a region; its line is looked up when somebody reads it."""
 
-    __slots__ = ("name", "place")
-
-    def __init__(self, name: str, place: Place) -> None:
-        self.name, self.place = name, place
+    __slots__ = ()
 
     def __str__(self) -> str:
-        file, line, _ = line_of(self.place)
-        return f"the region {self.name} ({file}:{line})"
+        name, *place = self
+        file, line, _ = line_of((place[0], place[1]))
+        return f"the region {name} ({file}:{line})"
 
 
 _ONLY_TENSORS = frozenset([Tensor])

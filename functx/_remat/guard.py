@@ -29,13 +29,14 @@ class StackGuard:
     norms: Any = None  # likewise the function mode for norms
     restored: Any = None  # generators that were set back
     uncached = False  # autocast's cache was switched off
+    outer: Any = None  # the listener of the region around, which sleeps in the context
 
     def __init__(self, outer: Any) -> None:
         self.stacks = stacks = _torch.stacks()
         self.function, self.dispatch, self.functorch = stacks[0], stacks[1], stacks[2]
         self.settings: Settings = settings_now()
-        self.outer = outer  # the listener of the region around, which sleeps in the context
         if outer is not None:
+            self.outer = outer
             outer.asleep = True
 
     def __enter__(self) -> StackGuard:

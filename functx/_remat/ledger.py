@@ -360,23 +360,28 @@ class Rerun(Ledger):
         self.i = starts[n] if n < len(starts) else len(self.entries)
         self.end = starts[n + 1] if n + 1 < len(starts) else len(self.entries)
 
-    def run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
-        is_view = operator.kind is VIEW
-        touched = list[int]()
-        if not is_view:
-            for t in tensors_in(args, kwargs):
-                touched.append(storage_of(t))
-        i = self._matching(operator, touched)
-        if i >= 0 and i not in self.kept and self.live is not None and not self.live[i]:
-            layout = self.entries[i].layout
-            if type(layout) is tuple and operator.kind is not WRITE:
-                # One tensor that nobody reads, which is the most frequent case.
-                size, stride, dtype, device = layout
+    @uncompiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What is most often left out: an operation that makes one tensor, of a region that keeps
+        # nothing. (Whether its operands are those of the entry does not matter: a wrong match
+        # leaves out something that is read, and the replay begins again.)
+        i, live = self.i, self.live
+        if i < self.end and live is not None and not live[i] and not self.kept:
+            entry = self.entries[i]
+            if entry.overload is func and entry.kind is NEW and type(entry.layout) is tuple:
+                self.i = i + 1
+                size, stride, dtype, device = entry.layout
                 out = torch.empty_strided(size, stride, dtype=dtype, device=device)
-                storage = _torch.memory_of(out)
+                storage = out.untyped_storage()
                 self.hollow[storage._cdata] = reference = weakref.ref(storage)
                 self.made[storage._cdata] = i, reference
                 return out
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
+        is_view = operator.kind is VIEW
+        touched = [] if is_view else [storage_of(t) for t in tensors_in(args, kwargs)]
+        i = self._matching(operator, touched)
         out = self._run(i, operator, touched, args, kwargs)
         if i >= 0 and not is_view:
             for t in [out] if type(out) is Tensor else tensors_in((out,), None):
