@@ -275,23 +275,25 @@ class Follower(TorchFunctionMode, Listening):
 
     def returned(self, step: Step, out: Any, given: Any, operands: Any) -> Any:
         """A call that is not plain has returned."""
-        tensors = list[Tensor]()
-        _collect(out, tensors)
         results = step.call.results
-        swapped = operands is not given and {
-            id(b): a for a, b in zip(given, operands) if a is not b
-        }
+        if isinstance(out, Tensor):
+            tensors = [out]
+        else:
+            _collect(out, tensors := [])
         if len(tensors) != len(results):
-            return self.differs(step, out, given, operands)
-        if swapped and type(out) is not Tensor and any([id(t) in swapped for t in tensors]):
             return self.differs(step, out, given, operands)
         for t, (number, shape, dtype) in zip(tensors, results):
             if t.shape != shape or t.dtype is not dtype or not self._may_be(t, number):
                 return self.differs(step, out, given, operands)
+        if operands is not given:
+            swapped = {id(b): a for a, b in zip(given, operands) if a is not b}
+            if type(out) is not Tensor and any([id(t) in swapped for t in tensors]):
+                return self.differs(step, out, given, operands)
+            out = swapped.get(id(out), out)
         for t, (number, _, _) in zip(tensors, results):
             if number > 0:
                 self.know(t, number)
-        return swapped.get(id(out), out) if swapped else out
+        return out
 
     def _may_be(self, t: Tensor, number: int) -> bool:
         """Whether a result may have this number: it is new, or that operand."""

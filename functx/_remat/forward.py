@@ -141,7 +141,7 @@ class Forward:
         told.draws = region.draws is not None or captures.record.has_foreign
         told.partly = Partly.YES if captures.record.followed else Partly.NO
         told.requiring = [inputs.requiring(k) for k in range(n + 1)]
-        told.steps = None
+        told.steps, told.has_leaves_asked = None, False
         region.slots = inputs.slots
         region.left_behind = [known for known, number in captures.known.values() if number > 0]
         # ... and up again.
@@ -266,7 +266,8 @@ def run(
         entry.failed()
         raise
     finally:
-        entry.end()
+        if entry.took:
+            entry.end()
     if outer is not None:
         outer.last = call, due
         outer.give(results)

@@ -161,9 +161,17 @@ class ForwardFollower(Follower):
             if self.foreign.get(k) is not t:
                 raise Differs
             return standins[k]
-        if not self._is_foreign(t):
-            raise Differs
-        standin = self._admitted(levels.alive(t), k)
+        inputs = self.inputs
+        if inputs.frames or t.grad_fn is not None or t._is_view():
+            if not self._is_foreign(t):
+                raise Differs
+            standin = self._admitted(levels.alive(t), k)
+        else:  # a leaf or a constant, at the base level: the most frequent case
+            kind = t.shape, t.dtype, t.device, t.requires_grad
+            if len(self.kinds) <= k or kind != self.kinds[k] or self.is_result(t):
+                raise Differs
+            value = _torch.unwrap_if_dead(t)
+            standin = inputs.admit(t if value is t else levels.alive(value))
         self.foreign[k] = t
         return standin
 

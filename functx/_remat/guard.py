@@ -29,6 +29,7 @@ class StackGuard:
     norms: Any = None  # likewise the function mode for norms
     restored: Any = None  # generators that were set back
     uncached = False  # autocast's cache was switched off
+    took = False  # whether there is anything to put back at the end
     outer: Any = None  # the listener of the region around, which sleeps in the context
 
     def __init__(self, outer: Any) -> None:
@@ -36,7 +37,7 @@ class StackGuard:
         self.function, self.dispatch, self.functorch = stacks[0], stacks[1], stacks[2]
         self.settings: Settings = settings_now()
         if outer is not None:
-            self.outer = outer
+            self.outer, self.took = outer, True
             outer.asleep = True
 
     def __enter__(self) -> StackGuard:
@@ -68,7 +69,7 @@ class StackGuard:
 
     def stop_caching(self) -> None:
         """Do without autocast's cache: with it replays cast less, and casts outlive their tape."""
-        self.uncached = True
+        self.uncached = self.took = True
         torch.set_autocast_cache_enabled(False)
 
     def cut_back(self, functorch: int | None = None, modes: int = 0) -> None:
@@ -94,12 +95,12 @@ class StackGuard:
     def take_hooks(self) -> None:
         """Take off the saved-tensor hooks around until the exit: they are for what nodes save."""
         while (hooks := _torch.top_saved_tensor_hooks(True)) is not None:
-            self.hooks = [*self.hooks, hooks]
+            self.hooks, self.took = [*self.hooks, hooks], True
             _torch.pop_saved_tensor_hooks()
 
     def take_norms(self) -> None:
         """Take off the function mode for norms, which would see the engine: listeners stand in."""
         top = _torch.function_mode_at(self.function - 1)
         if type(top) in (NormsByDefinition, NormsInOneDtype):
-            self.function, self.norms = self.function - 1, top
+            self.function, self.norms, self.took = self.function - 1, top, True
             _torch.pop_function_mode()

@@ -3,6 +3,12 @@
 It keeps the inputs at that level, through autograd: they are freed and checked for writes as those
 of any other node. Its backward is itself a region, "replay, then pull back", if anybody
 differentiates it (`pullback.RegionPullback`), so that derivatives of any order recompute.
+
+NOTE [leaves asked for]
+A backward pass computes the gradients that it is asked for, and no others: torch tells of each node
+whether the pass will run it. Of a leaf that `torch.autograd.grad` is given, it does not; it raises,
+which takes longer than all else that a node does. So where that has happened once, a view of each
+leaf is hung on the node, of which torch tells.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from functx._core import uncompiled
 from functx._remat import departures, levels, pullback
 from functx._remat.observers import observers
 from functx._remat.region import Inputs, Region
+from functx._remat.script import Script
 
 
 class Payload:
@@ -64,7 +71,8 @@ class RegionNode(_torch.SingleLevelFunction):
                     raise departures.modified(payload.region, None, t.shape)
         needs = ctx.needs_input_grad[3:]
         if len(needs) > 1:
-            needs = [n and _is_asked(e[0]) for n, e in zip(needs, ctx.next_functions)]
+            script = payload.region.script
+            needs = [n and _is_asked(e[0], script) for n, e in zip(needs, ctx.next_functions)]
         return (None, None, None, *pullback.pull_back(payload, [*saved], cotangents, needs))
 
 
@@ -72,11 +80,12 @@ def _versions(tensors: list[Tensor]) -> list[int]:
     return [0 if t.is_inference() else t._version for t in map(levels.base_of, tensors)]
 
 
-def _is_asked(node: Any) -> bool:
+def _is_asked(node: Any, script: Script) -> bool:
     """Whether this very pass asks for a gradient."""
     try:
         return node is not None and _torch.will_run(node)
     except RuntimeError:  # torch's, of a leaf that `torch.autograd.grad` is asked for
+        script.has_leaves_asked = True  # see NOTE [leaves asked for]
         return True
 
 
@@ -150,6 +159,8 @@ def attach(
         behind = _sharing(behind, inputs, n_returned)
     apply = RegionNode.apply
     if _torch.peek_interpreter() is None:
+        if region.script.has_leaves_asked and len(tracked) > 1:
+            tracked = [t.view_as(t) if t.grad_fn is None else t for t in tracked]
         got = apply(payload, tuple(behind), saved, *tracked)
     else:
         got = _torch.apply_at_level(apply, payload, tuple(behind), saved, *tracked)

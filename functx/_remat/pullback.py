@@ -30,7 +30,7 @@ def pull_back(
     for i, c in zip(payload.wanted, cotangents):
         if c is not None:
             results.append(i)
-            given.append(levels.alive(c))
+            given.append(c if _torch.unwrap_if_dead(c) is c else levels.alive(c))
     del cotangents
     if not given or not asked:
         return [None] * len(requiring)
@@ -119,7 +119,7 @@ def pulled_back(
     for i, g in zip(asked, grads):
         if g is not None:
             found.append(i)
-            there.append(levels.alive(g))
+            there.append(g if _torch.unwrap_if_dead(g) is g else levels.alive(g))
     return found, there
 
 

@@ -161,7 +161,7 @@ def replay(
             depth = min(max(level - 1, 0, *map(_torch.level_of, values)), entry.functorch)
         if region.draws is not None:
             _tell_of_draws(region)
-            entry.restored = Restored(region.draws)
+            entry.restored, entry.took = Restored(region.draws), True
             entry.restored.begin()
         modes: Sequence[Any] = ()
         if region.settings != entry.settings:
@@ -199,7 +199,8 @@ def replay(
         entry.failed()
         raise
     finally:
-        entry.end()
+        if entry.took:
+            entry.end()
     return result
 
 

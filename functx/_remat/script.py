@@ -61,7 +61,7 @@ class Script:
     """What one run has told."""
 
     __slots__ = (
-        *("calls", "draws", "key", "kinds", "made", "nodes", "partly", "places", "ran"),
+        *("calls", "draws", "has_leaves_asked", "key", "kinds", "made", "nodes", "partly", "places", "ran"),
         *("requiring", "results", "serial", "steps"),
     )
     # Whether it has begun with another script; and has been followed from start to end since.
@@ -69,6 +69,8 @@ class Script:
     key: Any  # of runs that may follow it; see `forward`
     calls: list[Call]  # the log
     steps: list[Step] | None  # the same for a follower; ``None`` where the calls do not tell all
+    # Whether `torch.autograd.grad` was asked for a leaf that it was given; see `node`.
+    has_leaves_asked: bool
     draws: bool  # whether it has drawn random numbers, or has called what may: extensions
     kinds: list[Any]  # of its inputs
     made: Any  # the inputs that were made of data, inside: their memory is the region's own
