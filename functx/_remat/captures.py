@@ -78,8 +78,8 @@ class Captures(Listener):
     def leaves_unseen(self, results: list[Tensor]) -> list[Tensor]:
         """Leaves on the tape that no mode has seen: they become inputs, asked for by themselves.
 
-        Fused layers call ``Function.apply(x, self.weight)``, which no function mode is shown. On
-        the way it is noted which inputs the results, at all levels, depend on.
+        Code of C++ that is not called through ``torch.ops`` reads such leaves. On the way it is
+        noted which inputs the results, at all levels, depend on.
 
         Raises:
             RematError: the tape leads to something else that was made outside.
@@ -90,7 +90,7 @@ class Captures(Listener):
             if isinstance(node, BackwardCFunction):
                 self.unseen = True
                 for ledger in () if hasattr(node, "payload") else self.ledgers:
-                    ledger.blind = True  # (no mode is told what a custom Function is given)
+                    ledger.blind = True  # (no mode is told what a custom Function reads)
             leaf = getattr(node, "variable", None)
             if leaf is None:
                 ours = node._sequence_nr() >= self.first_node
@@ -101,9 +101,9 @@ class Captures(Listener):
                 found[id(leaf)] = leaf
             elif not ours:
                 raise RematError(
-                    f"remat: {self.region.title} gives a captured tensor to an autograd.Function "
-                    "or other code that can't be seen, or calls a pullback made outside; gradients "
-                    "would be lost. Pass it as an argument, or make the pullback inside."
+                    f"remat: {self.region.title} gives a captured tensor to code of C++ that can't "
+                    "be seen, or calls a pullback made outside; gradients would be lost. Pass it "
+                    "as an argument, or make the pullback inside."
                 )
         inputs.reached = reached - {None}
         return [*found.values()]

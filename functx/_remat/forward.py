@@ -8,6 +8,7 @@ differentiates anything, the results get one node a level (`node.attach`).
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -122,6 +123,8 @@ class Forward:
             inputs.reached = None if further else inputs.reached
             fresh += [t for _, t in further]
             required[0] += [True] * len(further)
+        made = self.record.has_made  # (nn.Parameter(...) is not shown: such a leaf is made anew)
+        region.leaves = [ref(t) for t in leaves if not made(_torch.storage_of(t))]
         self.begin_up(fresh)
         for k in range(lowest, n + 1):
             if k > lowest:

@@ -135,16 +135,19 @@ class Listener(TorchFunctionMode):
 
     # -- calls
 
-    @uncompiled
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
+    def hears(self) -> bool:
+        """Whether it is the region's own code that runs, and not the engine or an operator."""
+        return not (
             self.asleep
-            or func in LOOKS
             or key_excluded(AUTOGRAD)
             # Python that an operator runs below functorch (a decomposition):
             or (peek_interpreter() is not None and not _torch.key_included(FUNCTORCH_FRONT))
             or (self.ledgers and any(ledger.busy for ledger in self.ledgers))
-        ):
+        )
+
+    @uncompiled
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in LOOKS or not self.hears():
             return func(*args, **kwargs) if kwargs else func(*args)
         due = self.due
         if due is not None and due.quick and due.func is func and not self.records:
@@ -293,8 +296,11 @@ class Listener(TorchFunctionMode):
 
     # -- what the engine, a transform or a region inside tells
 
-    def take(self, title: str, tensors: list[Tensor]) -> list[Tensor]:
-        """What a transform or a region inside is given, as stand-ins: a call of that title."""
+    def take(self, title: Any, tensors: list[Any]) -> list[Any]:
+        """What a transform or a region inside is given, as stand-ins: a call of that title.
+
+        A custom Function's ``apply`` is given other things than tensors, too, which are compared.
+        """
         asleep, self.asleep = self.asleep, True  # taking duals apart is an operation of torch's
         given: list[Any] = []
         taken = [listed(t, given, self._place) for t in tensors]

@@ -60,6 +60,9 @@ class Region:
     ran: Any  # the operations, and which of them a replay runs; see `ledger`
     kept: Any  # which entries' values the policy kept
     further: list[int]  # numbers of results that left otherwise than by return
+    # Weakly, leaves on the tape that no mode saw. A replay, which reads them by itself, is to find
+    # the same ones.
+    leaves: Any = ()
     left_behind: Any = types.MappingProxyType({})  # what it made, weakly
 
     def written_outside(self) -> list[int]:

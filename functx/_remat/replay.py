@@ -19,6 +19,7 @@ from functx import _torch
 from functx._core import function_classes, unwrap_for_backward
 from functx._remat import departures, levels
 from functx._remat.calls import DATA, RETURN, Call
+from functx._remat.captures import tape_of
 from functx._remat.generators import Restored
 from functx._remat.guard import StackGuard
 from functx._remat.ledger import BeginAgain, Record, Rerun, ledgers
@@ -159,8 +160,11 @@ def _attempt(
     _alias_repeated(standins)
     standins = copied(standins, region.written)
     classes = function_classes() if level else ""
+    first = _torch.next_sequence_number()
     with _torch.RequiresGradAllowed() if frames else nullcontext():  # as in functx's transforms
         results, rerun = _body(region, standins, kept, live)
+    if region.leaves and wanted is not None:
+        _check_leaves(region, results, first)
     written: list[Tensor] = []
     if wanted is None:
         written = [levels.base_of(standins[i]) for i in region.written_outside()]
@@ -179,6 +183,15 @@ def _attempt(
     if rerun.holds_unwritten():
         raise BeginAgain
     return edges, leaves
+
+
+def _check_leaves(region: Region, results: list[Tensor], first: int) -> None:
+    """The tape must lead to the leaves that the forward's led to where no mode saw it (rule 3)."""
+    found = [getattr(node, "variable", None) for node in tape_of(results, first)]
+    for reference in region.leaves:
+        leaf = reference()
+        if not any(variable is leaf for variable in found):
+            raise departures.other_leaves(region, leaf)
 
 
 def _lifted(frame: Any, slots: list[Any], values: Sequence[Tensor], number: int) -> list[Tensor]:
