@@ -7,7 +7,7 @@ neither an input nor a result is
 1. a wrapper of one of those, of a level that has ended or was entered inside: that one;
 2. in memory that the region's operations made, or a view of a stand-in: inside;
 3. on a tape that leads to a stand-in: inside (what ``Function.apply`` returns);
-4. else foreign.
+4. else foreign. Of a wrapper of torch's own transforms, entered inside, what it wraps is foreign.
 """
 
 from __future__ import annotations
@@ -172,15 +172,24 @@ class Captures(Listener):
             return INSIDE, t
         if _torch.level_of(value) > self.depth:
             if not levels.is_tracked(value):
-                return INSIDE, t  # a constant: nothing is lost
+                return self._meet_wrapped(value, due)
+            inner = levels.inside(value, self.depth)
             raise departures.refused(
-                f"{self.region.title} gives a captured tensor of shape {tuple(value.shape)} to a "
+                f"{self.region.title} gives a captured tensor of shape {tuple(inner.shape)} to a "
                 "transform of torch.func. Use functx's of the same name, or pass it as an argument."
             )
         captured = self.captured.get(id(t))
         if captured is None or due is not None:
             captured = self.capture(t)
         return -1 - captured, self.standins[captured]
+
+    def _meet_wrapped(self, t: Tensor, due: Any) -> tuple[int, Tensor]:
+        """What a transform of torch.func has wrapped, where nobody differentiates it."""
+        inner = levels.alive(levels.inside(t, self.depth))
+        captured = self.captured.get(id(inner))
+        if captured is None or due is not None:
+            captured = self.capture(inner)
+        return -1 - captured, self.wrapped_again(t, self.standins[captured])
 
     def capture(self, t: Tensor) -> int:
         """A foreign tensor becomes an input; returns its number."""

@@ -174,3 +174,13 @@ def other_leaves(region: Any, leaf: torch.Tensor | None) -> ReplayError:
         "the forward, and does not in the replay. (Parameters of functional_call are there as long "
         "as it runs.) Pass the tensor to the region as an argument."
     )
+
+
+def other_wrapped(region: Any, t: torch.Tensor) -> ReplayError:
+    """A transform of torch's is given another tensor than in the forward."""
+    return ReplayError(
+        f"remat: at {line_now()}: a transform of torch.func in {region.title} is given another "
+        f"tensor of shape {tuple(t.shape)} than in the forward: the program has bound its name, or "
+        "the attribute that holds it, to another one. Use functx's transform of the same name, or "
+        "pass the tensor to the region as an argument."
+    )

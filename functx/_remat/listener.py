@@ -129,9 +129,25 @@ class Listener(TorchFunctionMode):
             return due, levels.alive(t)
         if number is not None and (number >= 0 or max(-1 - number, -1 - due) < self.n_args):
             return None
-        if _torch.level_of(levels.alive(t)) > self.depth or -1 - due >= len(self.standins):
+        if -1 - due >= len(self.standins):
             return None
-        return due, self.standins[-1 - due]
+        value = levels.alive(t)
+        if _torch.level_of(value) <= self.depth:
+            return due, self.standins[-1 - due]
+        if -1 - due < self.n_args or number is not None:
+            return None
+        return due, self.wrapped_again(value, self.standins[-1 - due])
+
+    def wrapped_again(self, t: Tensor, standin: Tensor) -> Tensor:
+        """``t``, which a transform of torch.func has wrapped, with a stand-in inside of it.
+
+        A transform that differentiates knows its wrappers as leaves, and they can't be exchanged.
+        """
+        if levels.are_one(levels.inside(t, self.depth), standin):
+            return t
+        if not levels.is_mapped_only(t, self.depth):
+            raise departures.other_wrapped(self.region, t)
+        return levels.rebased(t, standin, self.depth)
 
     # -- calls
 
