@@ -51,7 +51,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         return f(*args, **kwargs)
     title = f"the region {options.name} ({line_now()})"
     result: list[Any] = []  # how the forward's result is put together
-    frozen, identity = cells.frozen(f)
+    frozen, identity, held = cells.frozen(f)
     guarded = sharding.guarded(frozen)
     tensors, call, call_again = _prepared(f, guarded, args, kwargs, options.name)
 
@@ -61,6 +61,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         return out
 
     def again(*ts: Tensor) -> list[Tensor]:
+        held.put()
         return tree.partition(call_again(*ts))[0]
 
     try:
