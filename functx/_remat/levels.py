@@ -203,6 +203,19 @@ def are_one(t: Tensor, other: Tensor) -> bool:
     return looks[0] == looks[1]
 
 
+def has_no_node(t: Tensor) -> bool:
+    """Whether no node has made ``t``.
+
+    torch refuses to tell of a view that was made under ``no_grad()`` and written there: none has.
+    """
+    try:
+        return t.grad_fn is None
+    except RuntimeError as error:
+        if "created in no_grad mode" not in str(error):
+            raise
+        return True
+
+
 def is_tracked(t: Tensor) -> bool:
     """Whether some level has ``t`` on its tape.
 

@@ -270,7 +270,7 @@ class Listener(TorchFunctionMode):
     def _seen(self, t: Tensor, number: int) -> None:
         if number in self.wanted:
             self.wanted[number] = t
-        if t.requires_grad and t.grad_fn is None:
+        if t.requires_grad and levels.has_no_node(t):
             self.leaves.add(number)
 
     def _next(self) -> int:

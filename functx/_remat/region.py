@@ -131,6 +131,15 @@ class Inputs:
         storage = _torch.storage_of(levels.base_of(t))
         return storage != -1 and any(storage in memory for memory in self.memory)
 
+    def has_tangent(self, i: int) -> bool:
+        """Whether input ``i`` has a tangent at some level of forward mode."""
+        n = len(self.frames)
+        kinds = [frame.kind for frame in self.frames]
+        return any(
+            kinds[k - 1] is levels.JVP and self.slots[k][self.position(i, k)]
+            for k in range(1, n + 1)
+        )
+
     def requiring(self, k: int) -> list[int]:
         """Which of the values at level k require grad there, and are what the results depend on."""
         if k and self.frames[k - 1].kind is not levels.GRAD:
