@@ -67,6 +67,8 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     try:
         return tree.combine(forward.run(body, again, tensors, options, title, identity), result[0])
     except RuntimeError as error:
+        if _MARKED_DIRTY in str(error):
+            raise departures.written(title, []) from error
         if "no compiled frames" not in str(error):  # torch's, of fullgraph=True
             raise
         raise departures.refused(
@@ -75,6 +77,9 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         ) from error
 
 
+# torch's error of a custom Function that has written to a stand-in, which is a leaf where what it
+# is for may be none.
+_MARKED_DIRTY = "a leaf Variable that requires grad has been used in an in-place operation"
 _on_budget: list[Callable[..., Any]] = []
 
 
