@@ -58,9 +58,11 @@ class Writes:
                 if self.inputs.has_tangent(i):  # there is a copy of the primal only
                     raise departures.written(self.title, [self.inputs.standins[i]])
                 base = self.value_before(i, storage)
+                # (What is made of data inside may be on the region's own tape by now.)
+                copy = levels.rebased if i in self.made else _copied_to
                 for k, values in enumerate(self.inputs.values):
                     at = self.inputs.position(i, k)
-                    values[at] = _copied_to(values[at], base)
+                    values[at] = copy(values[at], base)
 
     def value_before(self, i: int, storage: int) -> Tensor:
         """An input, at the base level, as it was."""
