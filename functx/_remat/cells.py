@@ -122,7 +122,7 @@ def _copied(f: types.FunctionType, key: list[Any], copies: dict[int, Any], metho
 
 def _is_method(f: Any, instance: Any) -> bool:
     """Whether the class of an instance has this function: ``partial(type(x).forward, x)``."""
-    name = getattr(f, "__name__", None)
+    name: str = getattr(f, "__name__", "")
     return any(vars(base).get(name) is f for base in type(instance).__mro__)
 
 
