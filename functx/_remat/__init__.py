@@ -8,7 +8,9 @@ run again. Seven rules say all that is promised and asked:
    every level; torch's random numbers; autocast, grad mode, default device and dtype, SDPA
    backends, deterministic and matmul-precision flags. Other settings that differ are rule 3.
 2. State advances once. Buffers and captured tensors that a region writes in place hold afterwards
-   what they hold without remat, bit by bit.
+   what they hold without remat, bit by bit; so do weights that are written where autograd does not
+   record it, under ``no_grad()`` or through ``.data``. The replay starts from a copy of the value
+   before the write.
 3. Compared. A replay makes the forward's calls: same functions, order, shapes, dtypes, numbers and
    operands. Python's and NumPy's data that becomes a tensor is kept by place. Versions of inputs
    are compared, values are not. A departure raises `ReplayError`.

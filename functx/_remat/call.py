@@ -55,17 +55,20 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         )
         return f(*args, **kwargs)
     title = Title((options.name, *where(3)))  # (below `run` and what has called it)
-    frozen = f
+    frozen, held = f, None
     if type(f) is not types.FunctionType or f.__closure__ is not None:
-        frozen = sharding.guarded(cells.frozen(f))
+        frozen, held = cells.frozen(f)
+        frozen = sharding.guarded(frozen)
     if kwargs or not _ONLY_TENSORS.issuperset(map(type, args)):
         tensors, call, again = _prepared(f, frozen, args, kwargs, options.name)
     else:
         tensors, call, again = [*args], f, frozen
     try:
         scripts = options.scripts or OF_NO_REGION
-        return forward.run(call, again, tensors, options, title, f, scripts)
+        return forward.run(call, again, tensors, options, title, f, scripts, held)
     except RuntimeError as error:
+        if _MARKED_DIRTY in str(error):
+            raise departures.written(title, []) from error
         if "no compiled frames" not in str(error):  # torch's, of fullgraph=True
             raise
         raise departures.refused(
@@ -86,6 +89,9 @@ class Title(tuple[str, types.CodeType, int]):
 
 
 _ONLY_TENSORS = frozenset([Tensor])
+# torch's error of a custom Function that has written to a stand-in, which is a leaf where what it
+# is for may be none.
+_MARKED_DIRTY = "a leaf Variable that requires grad has been used in an in-place operation"
 _on_budget: list[Callable[..., Any]] = []
 
 

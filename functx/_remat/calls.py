@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionMeta
 
 from functx import _torch
 from functx._core import contents, tree
@@ -173,10 +174,13 @@ _PLAIN_VALUE: dict[type, Callable[..., Any]] = {
 def _value(a: Any) -> Any:
     """An argument that is no tensor, container or plain value, as far as it is compared.
 
-    Enum members, ranges, and subclasses of numbers and strings are compared by value. Of a
-    function, a generator or any other object only the class is.
+    Enum members, ranges, and subclasses of numbers and strings are compared by value, a custom
+    Function by the code of its forward. Of any other function, a generator or any other object
+    only the class is.
     """
     kind = type(a)
+    if issubclass(kind, FunctionMeta):  # (the class itself may be made anew at each call)
+        return a.__qualname__, getattr(a.forward, "__code__", None)
     if issubclass(kind, (range, enum.Enum)):
         return kind, a
     for base, plain in _PLAIN_VALUE.items():

@@ -7,7 +7,7 @@ neither an input nor a result is
 1. a wrapper of one of those, of a level that has ended or was entered inside: that one;
 2. in memory that the region's operations made, or a view of a stand-in: inside;
 3. on a tape that leads to a stand-in: inside (what ``Function.apply`` returns);
-4. else foreign.
+4. else foreign. Of a wrapper of torch's own transforms, entered inside, what it wraps is foreign.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Captures(Listener):
     def leaves_unseen(self, results: list[Tensor]) -> list[Tensor]:
         """Leaves on the tape that no mode has seen: they become inputs, asked for by themselves.
 
-        Fused layers call ``Function.apply(x, self.weight)``, which no function mode is shown. On
-        the way it is noted which inputs the results, at all levels, depend on.
+        Code of C++ that is not called through ``torch.ops`` reads such leaves. On the way it is
+        noted which inputs the results, at all levels, depend on.
 
         Raises:
             RematError: the tape leads to something else that was made outside.
@@ -106,7 +106,7 @@ class Captures(Listener):
             if isinstance(node, BackwardCFunction):
                 self.hides = True  # what it is given
                 for ledger in () if hasattr(node, "payload") else self.ledgers:
-                    ledger.blind = True  # (no mode is told what a custom Function is given)
+                    ledger.blind = True  # (no mode is told what a custom Function reads)
             leaf = getattr(node, "variable", None)
             if leaf is None:
                 ours = node._sequence_nr() >= self.first_node
@@ -117,9 +117,9 @@ class Captures(Listener):
                 found[id(leaf)] = leaf
             elif not ours:
                 raise RematError(
-                    f"remat: {self.region.title} gives a captured tensor to an autograd.Function "
-                    "or other code that can't be seen, or calls a pullback made outside; gradients "
-                    "would be lost. Pass it as an argument, or make the pullback inside."
+                    f"remat: {self.region.title} gives a captured tensor to code of C++ that can't "
+                    "be seen, or calls a pullback made outside; gradients would be lost. Pass it "
+                    "as an argument, or make the pullback inside."
                 )
         inputs.reached = reached - {None}
         return [*found.values()]
@@ -192,15 +192,24 @@ class Captures(Listener):
             return INSIDE, t
         if _torch.level_of(value) > self.depth:
             if not levels.is_tracked(value):
-                return INSIDE, t  # a constant: nothing is lost
+                return self._meet_wrapped(value, due)
+            inner = levels.inside(value, self.depth)
             raise departures.refused(
-                f"{self.region.title} gives a captured tensor of shape {tuple(value.shape)} to a "
+                f"{self.region.title} gives a captured tensor of shape {tuple(inner.shape)} to a "
                 "transform of torch.func. Use functx's of the same name, or pass it as an argument."
             )
         captured = self.captured.get(id(t))
         if captured is None or due is not None:
             captured = self.capture(t)
         return -1 - captured, self.standins[captured]
+
+    def _meet_wrapped(self, t: Tensor, due: Any) -> tuple[int, Tensor]:
+        """What a transform of torch.func has wrapped, where nobody differentiates it."""
+        inner = levels.alive(levels.inside(t, self.depth))
+        captured = self.captured.get(id(inner))
+        if captured is None or due is not None:
+            captured = self.capture(inner)
+        return -1 - captured, self.wrapped_again(t, self.standins[captured])
 
     def capture(self, t: Tensor) -> int:
         """A foreign tensor becomes an input; returns its number."""

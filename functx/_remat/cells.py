@@ -4,13 +4,16 @@ A replay calls a copy of the function, with cells of its own. Nor may a node hol
 which may come to hold the region's results: ``x = remat(lambda t: x + t)(y)`` would be a cycle
 through C++ that nothing collects. Copied are the function, functions that it closes over, partials
 and bound methods; nothing else of Python's is looked into (rule 5).
+
+A replay may bind a cell anew (``nonlocal n; n += 1``), so each begins with the cells as they were.
+A function that calls itself calls the copy. But a method's own name is the method, as its class has
+it: layers of transformers ask ``type(self).forward is forward_with_checkpointing``.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from contextlib import suppress
 from typing import Any
 
 
@@ -21,24 +24,52 @@ class Wrapper:
         self.function, self.options = function, options
 
 
-def frozen(f: Any) -> Any:
-    """A copy of ``f`` whose cells nobody can bind anew."""
-    kind = type(f)
-    if kind is types.FunctionType and f.__closure__ is None:
-        return f
-    return _frozen(f, {})
+class Cells:
+    """The cells of a copy, and what they held at the call."""
+
+    def __init__(self, copies: dict[int, Any]) -> None:
+        cells = [c for c in copies.values() if type(c) is types.CellType]
+        self._held = [(cell, contents_of(cell)) for cell in cells]
+
+    def put(self) -> None:
+        """Let the cells hold what they held: a replay begins."""
+        for cell, contents in self._held:
+            if contents_of(cell) is contents:
+                continue
+            if contents is UNBOUND:
+                del cell.cell_contents
+            else:
+                cell.cell_contents = contents
 
 
-def _frozen(x: Any, copies: dict[int, Any]) -> Any:
+UNBOUND = object()
+
+
+def contents_of(cell: types.CellType) -> Any:
+    """What a cell holds; `UNBOUND` if its name is not bound yet, or has been deleted."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return UNBOUND
+
+
+def frozen(f: Any) -> tuple[Any, Cells | None]:
+    """A copy of ``f`` with cells of its own, and these; ``None`` if it closes over nothing."""
+    copies: dict[int, Any] = {}
+    copy = _frozen(f, copies)
+    return copy, Cells(copies) if copies else None
+
+
+def _frozen(x: Any, copies: dict[int, Any], method: bool = False) -> Any:
     """A copy of a function; anything else itself. ``copies`` are by the id of what they are of."""
     kind = type(x)
     if kind is types.FunctionType:
-        return x if x.__closure__ is None else _copied(x, copies)
+        return x if x.__closure__ is None else _copied(x, copies, method)
     if kind is functools.partial:
-        inner = _frozen(x.func, copies)
+        inner = _frozen(x.func, copies, bool(x.args) and _is_method(x.func, x.args[0]))
         return x if inner is x.func else functools.partial(inner, *x.args, **x.keywords)
     if kind is types.MethodType:
-        inner = _frozen(x.__func__, copies)
+        inner = _frozen(x.__func__, copies, method=True)
         return x if inner is x.__func__ else types.MethodType(inner, x.__self__)
     if issubclass(kind, Wrapper):
         inner = _frozen(x.function, copies)
@@ -46,8 +77,8 @@ def _frozen(x: Any, copies: dict[int, Any]) -> Any:
     return x
 
 
-def _copied(f: types.FunctionType, copies: dict[int, Any]) -> Any:
-    """A function with cells of its own."""
+def _copied(f: types.FunctionType, copies: dict[int, Any], method: bool) -> Any:
+    """A function, perhaps of a method, with cells of its own."""
     if id(f) in copies:
         return copies[id(f)]
     assert f.__closure__ is not None
@@ -56,11 +87,17 @@ def _copied(f: types.FunctionType, copies: dict[int, Any]) -> Any:
         copies[id(cell)] = types.CellType()
     closure = tuple([copies[id(cell)] for cell in f.__closure__])
     copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, closure)
-    copies[id(f)] = f  # what a function knows itself by, ``type(self).forward is forward``
+    copies[id(f)] = f if method else copy  # what it knows itself by
     copy.__kwdefaults__, copy.__qualname__ = f.__kwdefaults__, f.__qualname__
     copy.__dict__.update(f.__dict__)
     for cell in new:
-        with suppress(ValueError):  # not bound yet
-            copies[id(cell)].cell_contents = _frozen(cell.cell_contents, copies)
+        if (contents := contents_of(cell)) is not UNBOUND:
+            copies[id(cell)].cell_contents = _frozen(contents, copies)
     copies[id(f)] = copy
     return copy
+
+
+def _is_method(f: Any, instance: Any) -> bool:
+    """Whether the class of an instance has this function: ``partial(type(x).forward, x)``."""
+    name: str = getattr(f, "__name__", "")
+    return any(vars(base).get(name) is f for base in type(instance).__mro__)

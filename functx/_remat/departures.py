@@ -37,6 +37,8 @@ def described(call: Call | None) -> str:
 
 def _argument(number: Any) -> str:
     if type(number) is tuple:
+        if len(number) == 2 and isinstance(number[1], CodeType):  # a custom Function
+            return str(number[0])
         is_value = len(number) == 2 and isinstance(
             number[0], type
         )  # of a derived class, or a range
@@ -172,4 +174,24 @@ def not_left(region: Any) -> ReplayError:
     return ReplayError(
         f"remat: the replay of {region.title} does not make a tensor that left the forward "
         "otherwise than by return. Return it from the region."
+    )
+
+
+def other_leaves(region: Any, leaf: torch.Tensor | None) -> ReplayError:
+    """Code that no mode sees has read another parameter than in the forward."""
+    of_shape = "" if leaf is None else f" of shape {tuple(leaf.shape)}"
+    return ReplayError(
+        f"remat: code of C++ in {region.title}, which no mode sees, has read a tensor{of_shape} in "
+        "the forward, and does not in the replay. (Parameters of functional_call are there as long "
+        "as it runs.) Pass the tensor to the region as an argument."
+    )
+
+
+def other_wrapped(region: Any, t: torch.Tensor) -> ReplayError:
+    """A transform of torch's is given another tensor than in the forward."""
+    return ReplayError(
+        f"remat: at {line_now()}: a transform of torch.func in {region.title} is given another "
+        f"tensor of shape {tuple(t.shape)} than in the forward: the program has bound its name, or "
+        "the attribute that holds it, to another one. Use functx's transform of the same name, or "
+        "pass the tensor to the region as an argument."
     )

@@ -62,6 +62,7 @@ class Follower(TorchFunctionMode, Listening):
     region: Region
     n_args: int
     norms: int
+    depth: int  # how many levels there were when the region began
     script: Script
     steps: Sequence[Step]
     standins: list[Tensor]
@@ -98,6 +99,17 @@ class Follower(TorchFunctionMode, Listening):
     def listener(self) -> Listener:
         """For a transform or a region inside, which no script has."""
         return self.heir or self.hand_over()
+
+    def hears(self) -> bool:
+        """As `Listener.hears`."""
+        if self.heir is not None:
+            return bool(self.heir.hears())
+        return not (
+            self.asleep
+            or key_excluded(AUTOGRAD)
+            or (peek_interpreter() is not None and not _torch.key_included(FUNCTORCH_FRONT))
+            or (self.ledger is not None and self.ledger.busy)
+        )
 
     def calls_made(self) -> list[Call]:
         """The log so far."""

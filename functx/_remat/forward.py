@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -154,6 +155,8 @@ class Forward:
             inputs.reached = None  # of these nothing is known
             fresh += [t for _, t in further]
             required[0] += [True] * len(further)
+        made = captures.record.has_made  # (nn.Parameter(...) is not shown: such a leaf is made anew)
+        region.leaves = [ref(t) for t in leaves if not made(_torch.storage_of(t))]
         self.begin_up(fresh)
         for k in range(lowest, n + 1):
             if k > lowest:
@@ -186,16 +189,18 @@ def run(
     title: Any,
     function: Any = None,
     scripts: Any = None,
+    cells: Any = None,
     forward: Any = None,
 ) -> Any:
     """Run ``body``, and remember how to run it ``again``; returns its results, on nodes.
 
     Both take ``tensors``, and return what a tree holds. Later runs find the script of this one in
     ``scripts``, or by the ``function``; each run is recorded where ``scripts`` is ``None``.
+    ``cells`` are what ``again`` closes over.
     ``forward`` makes a `Forward`; if ``None``, what traces here does, or that itself.
     """
     if forward is None and observers.tracers:
-        return observers.tracers[-1](body, again, tensors, options, title, function, scripts)
+        return observers.tracers[-1](body, again, tensors, options, title, function, scripts, cells)
     outer = listening() if _torch.function_depth() else None
     if outer is not None:
         tensors = outer.take(options.name, tensors)
@@ -214,7 +219,7 @@ def run(
         if entry.function:
             entry.take_norms()
         region = Region()
-        region.title, region.options, region.body = title, options, again
+        region.title, region.options, region.body, region.cells = title, options, again, cells
         region.settings, region.scripts, region.n_args = entry.settings, scripts, len(tensors)
         if entry.functorch:
             region.frames = levels.frames()

@@ -114,6 +114,7 @@ class ForwardFollower(Follower):
         if self.leaves_something(()):
             further = leaving.further_results(self._recorder_at_the_end(), leaves)
             region.further = [number for number, _ in further]
+            region.leaves = [ref(t) for t in leaves]
             fresh += [t for _, t in further]
             required += [True] * len(further)
             requiring = inputs.requiring(0)  # what these depend on, nothing tells

@@ -1,7 +1,8 @@
-"""For transforms that are called inside of a region: what they are given, and what they make.
+"""For transforms and custom Functions inside of a region: what they are given, and what they make.
 
 functorch wraps tensors in C++, where no mode sees it, and a wrapper can't be exchanged later. So
-functx's transforms ask the region around them for stand-ins first.
+functx's transforms ask the region around them for stand-ins first. So do custom Functions, whose
+``apply`` no mode sees either (under transforms it is a higher-order operator, which modes do see).
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 
 from functx._core import tree as _tree
+from functx._core import uncompiled
 from functx._remat import sharding
 from functx._remat.calls import Call
 from functx._remat.listener import listening
+from functx._torch import process_patches
 
 
 def taken_in(title: str, tree: Any) -> Any:
@@ -54,3 +57,16 @@ def reported(f: Any, title: str) -> Any:
             return made_inside(f(*args, **kwargs))
 
     return told
+
+
+@uncompiled
+def _given_to_function(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of ``function.apply``, foreign tensors as stand-ins: a call of the region."""
+    listener = listening(heard=True)
+    if listener is None:
+        return args
+    _, *taken = listener.take(process_patches.APPLY, [function, *args])
+    return tuple(taken)
+
+
+process_patches.show_applications(_given_to_function)

@@ -75,7 +75,7 @@ def _alive(captures: Captures) -> Iterator[tuple[int, Tensor]]:
     for ref, number in [*captures.known.values()]:
         t = ref()
         if t is not None and levels.is_tracked(t):
-            a_leaf = t.requires_grad and t.grad_fn is None
+            a_leaf = t.requires_grad and levels.has_no_node(t)
             if not a_leaf or number < 0 or number in captures.leaves:
                 yield number, t
         t = None

@@ -165,15 +165,57 @@ def base_of(t: Tensor) -> Tensor:
     return t
 
 
-def rebased(t: Tensor, base: Tensor) -> Tensor:
-    """``t`` with another plain tensor inside of its wrappers."""
+def inside(t: Tensor, depth: int) -> Tensor:
+    """What ``t`` wraps at the levels above ``depth``."""
+    while level_of(t) > depth:
+        t = _torch.inner_of(t)
+    return t
+
+
+def rebased(t: Tensor, base: Tensor, depth: int = 0) -> Tensor:
+    """``t`` with another tensor inside of its wrappers of the levels above ``depth``."""
     level = level_of(t)
-    if level <= 0:
+    if level <= depth:
         return base
     if _torch.is_batched(t):
         value, dim = _torch.unwrap_batch(t, level)
-        return _torch.wrap_batch(rebased(value, base), dim, level)
-    return _torch.wrap_grad(rebased(_torch.unwrap_grad(t, level), base), level)
+        return _torch.wrap_batch(rebased(value, base, depth), dim, level)
+    return _torch.wrap_grad(rebased(_torch.unwrap_grad(t, level), base, depth), level)
+
+
+def is_mapped_only(t: Tensor, depth: int) -> bool:
+    """Whether all levels above ``depth`` that ``t`` belongs to are levels of ``vmap``."""
+    while level_of(t) > depth:
+        if not _torch.is_batched(t):
+            return False
+        t = _torch.inner_of(t)
+    return True
+
+
+def are_one(t: Tensor, other: Tensor) -> bool:
+    """Whether two plain tensors are one, or are the same elements of one memory."""
+    if t is other:
+        return True
+    if level_of(t) > 0 or level_of(other) > 0 or not _torch.is_dense(t) or _torch.tracing():
+        return False
+    looks = [
+        (x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg(), x.data_ptr())
+        for x in (t, other)
+    ]
+    return looks[0] == looks[1]
+
+
+def has_no_node(t: Tensor) -> bool:
+    """Whether no node has made ``t``.
+
+    torch refuses to tell of a view that was made under ``no_grad()`` and written there: none has.
+    """
+    try:
+        return t.grad_fn is None
+    except RuntimeError as error:
+        if "created in no_grad mode" not in str(error):
+            raise
+        return True
 
 
 def is_tracked(t: Tensor) -> bool:

@@ -51,6 +51,10 @@ class Listening:
         """What a transform or a region inside tells what it is given."""
         raise NotImplementedError
 
+    def hears(self) -> bool:
+        """Whether it is the region's own code that runs, and not the engine or an operator."""
+        raise NotImplementedError
+
 
 class Listener(TorchFunctionMode, Listening):
     """Numbers the tensors of a region as its code runs, and compares its calls with a log.
@@ -89,6 +93,7 @@ class Listener(TorchFunctionMode, Listening):
 
     def take_over(self, follower: Any) -> None:
         """Go on where one that has followed a script has met something else."""
+        self.depth = follower.depth
         for number, known in enumerate(follower.refs):
             if known is not None and (t := known()) is not None:
                 self.know(t, number)
@@ -151,22 +156,41 @@ class Listener(TorchFunctionMode, Listening):
             return due, levels.alive(t)
         if number is not None and (number >= 0 or max(-1 - number, -1 - due) < self.n_args):
             return None
-        if _torch.level_of(levels.alive(t)) > self.depth or -1 - due >= len(self.standins):
+        if -1 - due >= len(self.standins):
             return None
-        return due, self.standins[-1 - due]
+        value = levels.alive(t)
+        if _torch.level_of(value) <= self.depth:
+            return due, self.standins[-1 - due]
+        if -1 - due < self.n_args or number is not None:
+            return None
+        return due, self.wrapped_again(value, self.standins[-1 - due])
+
+    def wrapped_again(self, t: Tensor, standin: Tensor) -> Tensor:
+        """``t``, which a transform of torch.func has wrapped, with a stand-in inside of it.
+
+        A transform that differentiates knows its wrappers as leaves, and they can't be exchanged.
+        """
+        if levels.are_one(levels.inside(t, self.depth), standin):
+            return t
+        if not levels.is_mapped_only(t, self.depth):
+            raise departures.other_wrapped(self.region, t)
+        return levels.rebased(t, standin, self.depth)
 
     # -- calls
 
-    @uncompiled
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
+    def hears(self) -> bool:
+        """Whether it is the region's own code that runs, and not the engine or an operator."""
+        return not (
             self.asleep
-            or func in LOOKS
             or key_excluded(AUTOGRAD)
             # Python that an operator runs below functorch (a decomposition):
             or (peek_interpreter() is not None and not _torch.key_included(FUNCTORCH_FRONT))
             or (self.ledgers and any(ledger.busy for ledger in self.ledgers))
-        ):
+        )
+
+    @uncompiled
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in LOOKS or not self.hears():
             return func(*args, **kwargs) if kwargs else func(*args)
         return self.call(func, args, kwargs or {})
 
@@ -266,7 +290,7 @@ class Listener(TorchFunctionMode, Listening):
     def _seen(self, t: Tensor, number: int) -> None:
         if number in self.wanted:
             self.wanted[number] = t
-        if t.requires_grad and t.grad_fn is None:
+        if t.requires_grad and levels.has_no_node(t):
             self.leaves.add(number)
 
     def _next(self) -> int:
@@ -305,8 +329,11 @@ class Listener(TorchFunctionMode, Listening):
 
     # -- what the engine, a transform or a region inside tells
 
-    def take(self, title: str, tensors: list[Tensor]) -> list[Tensor]:
-        """What a transform or a region inside is given, as stand-ins: a call of that title."""
+    def take(self, title: Any, tensors: list[Any]) -> list[Any]:
+        """What a transform or a region inside is given, as stand-ins: a call of that title.
+
+        A custom Function's ``apply`` is given other things than tensors, too, which are compared.
+        """
         asleep, self.asleep = self.asleep, True  # taking duals apart is an operation of torch's
         given: list[Any] = []
         taken = [listed(t, given, self._place) for t in tensors]
@@ -358,11 +385,16 @@ class Listener(TorchFunctionMode, Listening):
         ]
 
 
-def listening() -> Listener | None:
-    """The listener of the region whose code runs; ``None`` outside, and inside of a call."""
+def listening(*, heard: bool = False) -> Listener | None:
+    """The listener of the region whose code runs; ``None`` outside, and inside of a call.
+
+    With ``heard``, ``None`` also where it is not the region's own code that runs.
+    """
     for i in range(_torch.function_depth() - 1, -1, -1):
         mode = _torch.function_mode_at(i)
         if isinstance(mode, Listening):
-            listener = None if mode.asleep else mode.listener()
-            return None if listener is None or listener.asleep else listener
+            if mode.asleep or (heard and not mode.hears()):
+                return None
+            listener = mode.listener()
+            return None if listener.asleep else listener
     return None

@@ -53,6 +53,7 @@ class Region:
     options: Options
     scripts: Any  # of earlier runs; ``None`` where each run is recorded
     body: Any  # takes tensors, returns what the function returns
+    cells: Any = None  # of the closure, and what they held; see `cells`
     n_args: int  # how many inputs are the body's arguments; the others are captured
     settings: Settings  # what torch had set
     frames: Sequence[levels.Frame] = ()  # the levels around, outermost first
@@ -60,10 +61,14 @@ class Region:
     # Set when it has run:
     script: Script  # what it called, and what ran
     slots: list[Any]  # for each level above 0, how each of its values is made of those below
-    written: Sequence[list[int]] = ()  # by the memory that it wrote of its inputs, which inputs lie there
+    # By the memory that it wrote of its inputs, which inputs lie there:
+    written: Sequence[list[int]] = ()
     changed: Mapping[int, Call] = {}  # calls with other numbers than those of the script
     kept: Any = None  # which entries' values the policy kept; ``None`` if there is no policy
     further: Sequence[int] = ()  # numbers of results that left otherwise than by return
+    # Weakly, leaves on the tape that no mode saw. A replay, which reads them by itself, is to find
+    # the same ones.
+    leaves: Sequence[Any] = ()
     left_behind: Sequence[Any] = ()  # what it made, weakly
 
     def calls(self) -> list[Call]:
@@ -173,6 +178,15 @@ class Inputs:
         self.leaves[id(t)], self.places[id(t)] = t, (k, len(self.values[k]) - 1)
         self.lowest = min(self.lowest, k)
         return t
+
+    def has_tangent(self, i: int) -> bool:
+        """Whether input ``i`` has a tangent at some level of forward mode."""
+        n = len(self.frames)
+        kinds = [frame.kind for frame in self.frames]
+        return any(
+            kinds[k - 1] is levels.JVP and self.slots[k][self.position(i, k)]
+            for k in range(1, n + 1)
+        )
 
     def requiring(self, k: int) -> list[int]:
         """Which of the values at level k require grad there, and are what the results depend on."""

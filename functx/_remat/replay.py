@@ -19,6 +19,7 @@ from functx import _torch
 from functx._core import function_classes, tree, unwrap_for_backward
 from functx._remat import departures, levels
 from functx._remat.calls import DATA, RETURN, Call
+from functx._remat.captures import tape_of
 from functx._remat.follow import Differs, Follower
 from functx._remat.generators import Restored
 from functx._remat.guard import StackGuard
@@ -70,7 +71,7 @@ class ReplayFollower(Follower):
         self.region, self.n_args, self.norms = region, region.n_args, region.settings.norms
         self.script, self.steps, self.standins = script, script.steps, standins
         self.refs, self.numbers = [None] * (script.serial + 1), {}
-        self.late, self.stop = late, late.stop
+        self.late, self.stop, self.depth = late, late.stop, _torch.functorch_depth()
         if region.changed:
             self.steps = [*self.steps]
             for i, call in region.changed.items():
@@ -253,11 +254,14 @@ def _attempt(
     if region.written:
         standins = copied(standins, region.written)
     classes = function_classes() if level else ""
+    first = _torch.next_sequence_number()
     if frames:
         with _torch.RequiresGradAllowed():  # as in functx's transforms
             results, late = _body(region, standins, kept, live)
     else:
         results, late = _body(region, standins, kept, live)
+    if region.leaves and wanted is not None:
+        _check_leaves(region, results, first)
     written: list[Tensor] = []
     if wanted is None:
         written = [levels.base_of(standins[i]) for i in region.written_outside()]
@@ -283,6 +287,15 @@ def _attempt(
     if late.begun is not None and late.begun.holds_unwritten():
         raise BeginAgain
     return edges, leaves
+
+
+def _check_leaves(region: Region, results: list[Tensor], first: int) -> None:
+    """The tape must lead to the leaves that the forward's led to where no mode saw it (rule 3)."""
+    found = [getattr(node, "variable", None) for node in tape_of(results, first)]
+    for reference in region.leaves:
+        leaf = reference()
+        if not any(variable is leaf for variable in found):
+            raise departures.other_leaves(region, leaf)
 
 
 def _lifted(frame: Any, slots: list[Any], values: Sequence[Tensor], number: int) -> list[Tensor]:
@@ -337,6 +350,8 @@ def _body(
         replayer.watch()
     _torch.push_function_mode(replayer)
     mode = torch.is_grad_enabled()
+    if region.cells is not None:
+        region.cells.put()
     out = region.body(*standins[: region.n_args])
     if torch.is_grad_enabled() is not mode:  # as in the forward
         _torch.set_grad_enabled(mode)

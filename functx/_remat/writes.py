@@ -2,6 +2,10 @@
 
 The forward writes to the program's memory. Before the first write the whole storage is copied; what
 the node keeps of the inputs there are views of that copy. A replay writes to a copy of its own.
+
+A write that autograd records, to an input that is differentiated, torch refuses: the stand-in is a
+leaf. So what is written to such an input autograd does not record (a weight that is masked under
+``no_grad()``, say), and the copies are on the input's tape in its place.
 """
 
 from __future__ import annotations
@@ -29,8 +33,9 @@ class Writes:
         """An operation is about to write to memory that the region did not make."""
         inputs = self._lying_in(storage)
         for i in inputs:
-            if i not in self.made and levels.is_tracked(standin := self.inputs.standins[i]):
-                raise departures.written(self.title, [standin])
+            standin = self.inputs.standins[i]
+            if i not in self.made and _torch.tracing() and levels.is_tracked(standin):
+                raise departures.written(self.title, [standin])  # copies there have no tape
         if inputs and storage not in self.before:
             self.before[storage] = self.copy(inputs)
 
@@ -50,10 +55,14 @@ class Writes:
         """Let the inputs' values be those before the first write."""
         for storage in self.before:
             for i in self._lying_in(storage):
+                if self.inputs.has_tangent(i):  # there is a copy of the primal only
+                    raise departures.written(self.title, [self.inputs.standins[i]])
                 base = self.value_before(i, storage)
+                # (What is made of data inside may be on the region's own tape by now.)
+                copy = levels.rebased if i in self.made else _copied_to
                 for k, values in enumerate(self.inputs.values):
                     at = self.inputs.position(i, k)
-                    values[at] = levels.rebased(values[at], base)
+                    values[at] = copy(values[at], base)
 
     def value_before(self, i: int, storage: int) -> Tensor:
         """An input, at the base level, as it was."""
@@ -87,8 +96,32 @@ def copied(standins: list[Tensor], written: list[list[int]]) -> list[Tensor]:
             memory = levels.at_depth(0, partial(_copy_of_memory, bases[0]))
             copies = [levels.at_depth(0, partial(_view, base, memory)) for base in bases]
         for i, copy in zip(numbers, copies):
-            standins[i] = levels.rebased(standins[i], copy)
+            standins[i] = _copied_to(standins[i], copy)
     return standins
+
+
+class _Copy(_torch.SingleLevelFunction):
+    """The identity, whose result lies in other memory: a copy, in a list, that is made already."""
+
+    @staticmethod
+    def forward(ctx: Any, copy: list[Tensor], t: Tensor) -> Tensor:
+        return copy[0]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[None, Tensor]:
+        return None, cotangent
+
+
+def _copied_to(t: Tensor, base: Tensor) -> Tensor:
+    """``t`` with another plain tensor inside of its wrappers, on the tapes that ``t`` is on."""
+    level = _torch.level_of(t)
+    if _torch.is_batched(t):
+        value, dim = _torch.unwrap_batch(t, level)
+        return _torch.wrap_batch(_copied_to(value, base), dim, level)
+    copy = base
+    if level > 0:
+        copy = _torch.wrap_grad(_copied_to(_torch.unwrap_grad(t, level), base), level)
+    return _torch.apply_at_level(_Copy.apply, [copy], t) if t.requires_grad else copy
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """Everything that functx changes in torch or transformers for the whole process.
 
-There are two such changes, both listed with their tests on the page ``docs/process_patches.md``:
+There are three such changes, listed with their tests on the page ``docs/process_patches.md``:
 
+- `show_applications`: what ``Function.apply`` is given is shown to the region whose code runs.
 - `applying`: while a function is traced for JAX, attribute lookups on custom autograd Functions go
   through functx. No public interface sees ``Function.apply``: it passes through no mode, and user
   code may have bound it to a name long before.
@@ -22,7 +23,31 @@ from typing import Any
 
 import torch
 
-from functx._torch import fwd_grad_mode, inner_of, is_batched, is_wrapped
+from functx._torch import function_depth, fwd_grad_mode, inner_of, is_batched, is_wrapped
+
+# What all custom Functions run when they are applied, under whatever name the program has it.
+APPLY: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+_UTILS: Any = torch._functorch.utils
+
+
+def show_applications(show: Callable[[Any, Any], Any]) -> None:
+    """From now on, let Functions take the arguments that ``show(Function, arguments)`` returns.
+
+    ``Function.apply`` passes through no mode unless a transform is active. But its body, in Python,
+    looks up ``unwrap_dead_wrappers`` at each call and goes on with what that returns. ``show`` is
+    asked only where a function mode is on: elsewhere no region listens.
+    """
+    plain = _UTILS.unwrap_dead_wrappers
+
+    def unwrap_dead_wrappers(args: Any) -> Any:
+        args = plain(args)
+        if function_depth():
+            caller = sys._getframe(1)
+            if caller.f_code is APPLY.__code__:
+                return show(caller.f_locals["cls"], args)
+        return args
+
+    _UTILS.unwrap_dead_wrappers = unwrap_dead_wrappers
 
 
 def plain_apply(cls: Any) -> Callable[..., Any]:

@@ -71,12 +71,12 @@ RIGHT = {
         x * now.buffer.sum(),
     )[1].sin(),
     "a leaf, read in the backward": lambda x: learned(x.sin(), now.leaf if now.step else V),
+    "a product, read in the backward": lambda x: learned(x.sin(), now.product if now.step else V),
     "what a custom Function has made leaves": lambda x: (leaves(learned(x, now.leaf)), x.sin())[1],
     "another branch in a mode": lambda x: branch(x, True),
 }
 REFUSED = {
     "a leaf leaves": lambda x: x * leaves(torch.ones(2, 2, dtype=x.dtype, requires_grad=True)),
-    "a product, read in the backward": lambda x: learned(x, now.product if now.step else V),
     "another branch in a mode that is new": lambda x: branch(x, now.step),
 }
 

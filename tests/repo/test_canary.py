@@ -10,7 +10,7 @@ from torch._higher_order_ops import wrap
 from torch.utils.checkpoint import checkpoint
 
 from functx import _torch
-from functx._torch import compiler, slots
+from functx._torch import compiler, process_patches, slots
 
 from . import house
 
@@ -136,3 +136,33 @@ def test_recurrent_layers_note_the_weights_that_they_were_called_with():
     slots.Slot(layer, "weight_ih_l0").put(other)
     layer(torch.ones(1, 2))
     assert layer._flat_weights[0] is other
+
+
+def test_the_body_of_apply_looks_up_what_unwraps_its_arguments_at_each_call(monkeypatch):
+    """See docs/process_patches.md: under whatever name, and with nothing else in between."""
+    code = torch.autograd.Function.apply.__func__.__code__
+    assert process_patches.APPLY.__code__ is code
+    given = []
+
+    def shown(args):
+        caller = sys._getframe(1)
+        given.append((caller.f_code is code, caller.f_locals["cls"], args))
+        return args
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, n):
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g, None
+
+    apply, x = Sine.apply, torch.ones(2, requires_grad=True)
+    monkeypatch.setattr(torch._functorch.utils, "unwrap_dead_wrappers", shown)
+    apply(x, 3)
+    assert given == [(True, Sine, (x, 3))]
+
+
+def test_a_node_of_a_region_is_made_without_that_body():
+    assert not hasattr(_torch.SingleLevelFunction.apply, "__func__")  # it is C, of the base class

@@ -35,8 +35,6 @@ EXCEPTIONS = """
 raises | whole | big_bird bigbird_pegasus clvp_encoder | its first call changes the model, so a \
 replay makes other calls; passes if the model was called before
 raises | whole | reformer | it calls `torch.seed()`, so a replay draws other numbers
-raises | patch | sew-d | a captured tensor goes straight to `autograd.Function.apply`, one of the \
-engine's known limits; `apply` passes it as an argument
 differs | patch apply whole | switch_transformers | its first call turns a weight of float64 into \
 float32; inside a region the weight stays what it was, and so does its gradient
 no region | apply | reformer | its layers are never called as modules
