@@ -54,6 +54,7 @@ from functx._remat.observers import no_regions as no_regions
 from functx._remat.observers import on_name as on_name
 from functx._remat.observers import on_region as on_region
 from functx._remat.observers import on_replay as on_replay
+from functx._remat.observers import on_run as on_run
 from functx._remat.operators import operator_of as operator_of
 from functx._remat.region import Options as Options
 from functx._remat.saving import named as named

@@ -277,7 +277,26 @@ def run(
         outer.last = call, due
         outer.give(results)
         outer.give_further(further)
+    if observers.of_runs:
+        said = _how_it_ran(region, outer, follower, key)
+        for callback in observers.of_runs:
+            callback(options.name, said)
     return results[0] if how is None else tree.combine(results, how)
+
+
+def _how_it_ran(region: Region, outer: Any, follower: Any, key: Any) -> str:
+    """For observers: whether a run has followed a script, or why it was recorded."""
+    if follower is not None:
+        return "followed" if follower.heir is None else "departed"
+    reasons = {
+        "a pullback": region.options.is_pullback,
+        "in another region": outer is not None,
+        "with a policy": region.options.policy is not None,
+        "without a check": region.options.determinism_check == "none",
+        "in a trace or another's ledger": key is None,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    return f"recorded: {found[0] if found else 'no script fits'}"
 
 
 def key_of(region: Region, inputs: Inputs, tensors: list[Tensor]) -> Any:

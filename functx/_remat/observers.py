@@ -18,6 +18,7 @@ class _Observers(threading.local):
         self.of_nodes: list[Any] = []
         self.of_replays: list[Any] = []
         self.of_names: list[Any] = []
+        self.of_runs: list[Any] = []
         self.without: list[Any] = []  # regions are plain calls where it is not empty
         self.tracers: list[Any] = []  # `forward.run` where regions are to be nodes of a graph
 
@@ -48,6 +49,14 @@ def on_replay(around: Callable[[str], AbstractContextManager[Any]]) -> AbstractC
 def on_name(callback: Callable[[Tensor, str], None]) -> AbstractContextManager[None]:
     """Call ``callback(value, name)`` for each tensor that `checkpoint_name` names."""
     return within(observers.of_names, callback)
+
+
+def on_run(callback: Callable[[str, str], None]) -> AbstractContextManager[None]:
+    """Call ``callback(name, how)`` after each forward of a region.
+
+    It says whether the run has followed a script, has departed from it, or why it was recorded.
+    """
+    return within(observers.of_runs, callback)
 
 
 def no_regions() -> AbstractContextManager[None]:
