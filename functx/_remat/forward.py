@@ -63,10 +63,11 @@ class Forward:
         """
         around = None if self.outer is None else self.outer.last[0]  # this call, in the log around
         captures = self.listener = self.recorder()
-        if self.key is None:  # else they are admitted
+        if not self.inputs.standins:  # else they are admitted
             for t in tensors:
                 captures.admit(levels.alive(t))
-        tensors = []
+            t = None  # type: ignore[assignment]
+        tensors.clear()
         captures.begin()
         _torch.push_function_mode(captures)
         mode = torch.is_grad_enabled()
@@ -138,7 +139,7 @@ class Forward:
         told = region.script = Script()
         told.calls, told.key, told.kinds = captures.calls, self.key, inputs.kinds
         told.made, told.results, told.places = captures.made, self.results, self.places
-        told.ran, told.nodes, told.serial = ran, nodes, captures.serial
+        told.ran, told.nodes, told.serial, told.slots = ran, nodes, captures.serial, inputs.slots
         told.draws = region.draws is not None or captures.record.has_foreign
         told.partly = Partly.YES if captures.record.followed else Partly.NO
         told.requiring = [inputs.requiring(k) for k in range(n + 1)]
@@ -163,8 +164,8 @@ class Forward:
                 fresh = self.lift(frames[k - 1], fresh, slots[k], k)
             extra = [] if k else leaves
             if True in required[k] and ((requiring := inputs.requiring(k)) or extra):
-                args = region, k, inputs, requiring, extra, fresh, required[k], kept
-                fresh = node.attach(*args, outermost=self.outer is None)
+                args = region, k, inputs.values[k], requiring, extra, fresh, required[k], kept
+                fresh = node.attach(*args, inputs=inputs, outermost=self.outer is None)
         if n:
             leaving.check_nothing_left(captures, fresh)
         if not (leaves or further or captures.hides or self.key is None):
@@ -212,57 +213,71 @@ def run(
             body, again = _given_each_once(body, places), _given_each_once(again, places)
     entry = StackGuard(outer)
     try:
-        if entry.settings.caches:
+        settings, in_modes = entry.settings, entry.dispatch > 0
+        if settings.caches:
             entry.stop_caching()
         if _torch.top_saved_tensor_hooks(True) is not None:
             entry.take_hooks()
         if entry.function:
             entry.take_norms()
         region = Region()
-        region.title, region.options, region.body, region.cells = title, options, again, cells
-        region.settings, region.scripts, region.n_args = entry.settings, scripts, len(tensors)
+        region.title, region.options, region.settings = title, options, settings
+        region.body, region.cells, region.scripts = again, cells, scripts
+        region.n_args, first_node = len(tensors), _torch.next_sequence_number()
         if entry.functorch:
             region.frames = levels.frames()
-        traces = forward is not None and forward is not Forward
-        in_graph = bool(entry.dispatch) and not traces and _torch.tracing()
-        draws = (options.preserve_rng_state or traces) and not in_graph
-        inputs, key, follower = Inputs(region.frames), None, None
-        first_node = _torch.next_sequence_number()
+        inputs = key = follower = None
+        further: Sequence[tuple[int, Tensor]] = ()
         if (
-            scripts is not None
+            options.follows
+            and scripts is not None
             and outer is None
             and forward is None
-            and options.policy is None
-            and options.determinism_check != "none"
-            and not (entry.dispatch and (_torch.tracing() or ledgers()))
+            and not (in_modes and (_torch.tracing() or ledgers()))
         ):
-            key = key_of(region, inputs, tensors)
+            kinds: list[Any] = []
+            if region.frames:
+                inputs = Inputs(region.frames)
+                for t in tensors:
+                    inputs.admit(levels.alive(t))
+                kinds += inputs.kinds
+            else:
+                for i, t in enumerate(tensors):
+                    if _torch.unwrap_if_dead(t) is not t:
+                        tensors[i] = t = levels.alive(t)
+                    kinds.append((t.shape, t.dtype, t.device, t.requires_grad))
+            key = key_of(region, kinds)
             fitting = scripts.first_fitting(key, function)
             if fitting is not None and fitting.partly is Partly.AND_FOLLOWED:
                 fitting.partly = Partly.NO
             elif fitting is not None:
-                args = region, inputs, fitting, function, entry, first_node
+                args = region, inputs, tensors, fitting, function, entry, first_node
                 follower = ForwardFollower(*args)
-        if draws and (follower is None or follower.script.draws):
-            region.draws = Draws(tensors, python=options.preserve_rng_state == "all")
-        since = graphs.last_node() if entry.dispatch else None
-        further: Sequence[tuple[int, Tensor]] = ()
+        since = graphs.last_node() if in_modes else None
         if follower is not None:
-            tensors = []
+            del tensors
+            if follower.script.draws and options.preserve_rng_state:
+                python = options.preserve_rng_state == "all"
+                region.draws = Draws(follower.standins, python=python)
             how, results = follower.run(body)
-            if follower.heir is None:
-                if not (scripts.own and scripts.own[0] is follower.script):
-                    scripts.followed(follower.script)
-            else:  # it has departed
-                goes_on = Forward(region, None, function, inputs, key, first_node)
+            if follower.heir is not None:  # it has departed
+                goes_on = Forward(region, None, function, follower.all_inputs(), key, first_node)
                 goes_on.listener = follower.heir
                 results, further = goes_on.complete(results)
-            if torch.is_grad_enabled() is not follower.leaves_grad_mode:
-                _torch.set_grad_enabled(follower.leaves_grad_mode)
+            elif scripts.own and scripts.own[0] is not follower.script:
+                scripts.followed(follower.script)
+            if not follower.leaves_grad_mode:
+                _torch.set_grad_enabled(False)
         else:
+            traces = forward is not None and forward is not Forward
+            in_graph = in_modes and not traces and _torch.tracing()
+            if (options.preserve_rng_state or traces) and not in_graph:
+                region.draws = Draws(tensors, python=options.preserve_rng_state == "all")
+            inputs = inputs or Inputs(region.frames)
             one = (forward or Forward)(region, outer, function, inputs, key, first_node)
-            results, further, how = one.run(body, tensors)
-        if entry.dispatch:
+            given, tensors = tensors, []
+            results, further, how = one.run(body, given)
+        if in_modes:
             graphs.close(since, options.name, "forward")
         if entry.norms is not None:  # here, lest an interrupt comes before its exit has begun
             _torch.push_function_mode(entry.norms)
@@ -299,17 +314,11 @@ def _how_it_ran(region: Region, outer: Any, follower: Any, key: Any) -> str:
     return f"recorded: {found[0] if found else 'no script fits'}"
 
 
-def key_of(region: Region, inputs: Inputs, tensors: list[Tensor]) -> Any:
-    """What runs of one script have in common. The tensors become inputs."""
-    for t in tensors:
-        value = _torch.unwrap_if_dead(t)
-        inputs.admit(t if value is t else levels.alive(value))
-    options = region.options
-    return (
-        (options.early_stop, options.preserve_rng_state, region.settings.norms),
-        [(f.kind, f.size, f.randomness) for f in region.frames] if region.frames else (),
-        inputs.kinds[:],
-    )
+def key_of(region: Region, kinds: list[Any]) -> Any:
+    """What runs of one script have in common, among them the ``kinds`` of their arguments."""
+    options, frames = region.options, region.frames
+    said = options.early_stop, options.preserve_rng_state, region.settings.norms
+    return said, [(f.kind, f.size, f.randomness) for f in frames] if frames else (), kinds
 
 
 def _deduplicated(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:

@@ -41,19 +41,37 @@ class ForwardFollower(Follower):
     def __init__(
         self,
         region: Region,
-        inputs: Inputs,
+        inputs: Inputs | None,
+        tensors: list[Tensor],
         script: Script,
         function: Any,
         entry: StackGuard,
         first_node: int,
     ) -> None:
+        """``inputs`` is ``None`` at the base level: they are made where they are needed."""
         # (What `Follower` has, too: this runs at each call.)
         self.region, self.n_args, self.norms = region, region.n_args, region.settings.norms
         self.script, self.steps, self.kinds = script, script.steps, script.kinds
-        self.inputs, self.standins, self.function = inputs, inputs.standins, function
         self.refs, self.numbers = [None] * (script.serial + 1), {}
-        self.depth, self.modes, self.first_node = entry.functorch, entry.dispatch, first_node
+        self.function, self.inputs, self.first_node = function, inputs, first_node
+        self.depth, self.modes = entry.functorch, entry.dispatch
         self.foreign: dict[int, Tensor] = {}  # by the number of an input, what was captured
+        if inputs is not None:
+            self.values, self.standins = inputs.values[0], inputs.standins
+            return
+        self.values, self.standins = tensors, []
+        for t in tensors:
+            if t.requires_grad:
+                t = (levels.detached(t) if self.modes else t.detach()).requires_grad_()
+            self.standins.append(t)
+        if any(map(torch.is_inference, tensors)):
+            self.all_inputs()
+
+    def all_inputs(self) -> Inputs:
+        """The inputs so far."""
+        if self.inputs is None:
+            self.inputs = Inputs.at_the_base(self.values, self.standins)
+        return self.inputs
 
     def run(self, body: Body) -> tuple[Any, list[Tensor]]:
         """How the results were, and these, on their nodes.
@@ -71,7 +89,7 @@ class ForwardFollower(Follower):
         out, how = ([out], None) if type(out) is Tensor else tree.partition(out)
         if self.heir is not None:
             return how, out
-        script, region, inputs = self.script, self.region, self.inputs
+        script, region = self.script, self.region
         results = self.returns(out)
         while results is None and self._another():
             results = self.returns(out)
@@ -86,7 +104,7 @@ class ForwardFollower(Follower):
             results[:] = [results[i] for i in script.results]
         if region.draws is not None:
             region.draws = region.draws.ended()
-        region.script, region.slots, region.left_behind = script, inputs.slots, self.refs
+        region.script, region.slots, region.left_behind = script, script.slots, self.refs
         if self.changed:
             region.changed = self.changed
         if self.writes is not None:
@@ -94,38 +112,46 @@ class ForwardFollower(Follower):
             self.writes.put_before()
         if script.partly is Partly.YES and self.follows_whole:
             script.partly = Partly.AND_FOLLOWED
-        fresh = self.in_levels(results) if inputs.frames else self.at_the_base(results)
+        fresh = self.in_levels(results) if region.frames else self.at_the_base(results)
         if len(script.places) == len(fresh):
             return how, fresh
         return how, [fresh[i] for i in script.places]
 
     def at_the_base(self, results: list[Tensor]) -> list[Tensor]:
         """The results at the base level, on their node."""
-        region, inputs = self.region, self.inputs
-        required, fresh = [], []
+        region, standins, values = self.region, self.standins, self.values
+        required, fresh, t = [], [], None
         for t in results:
-            required.append(t.requires_grad and (t.grad_fn is not None or id(t) in inputs.leaves))
+            is_required = t.requires_grad
+            if is_required and t.grad_fn is None:
+                is_required = any([t is standin for standin in standins])
+            required.append(is_required)
             fresh.append(levels.detached(t) if self.modes else t.detach())
-        if True not in required:
-            return fresh
+        if True not in required and not any([t.requires_grad for t in standins]):
+            return results  # nobody differentiates them
         del t
         results.clear()
         n, requiring, leaves = len(fresh), self.script.requiring[0], list[Tensor]()
+        inputs = self.inputs
         if self.leaves_something(()):
             further = leaving.further_results(self._recorder_at_the_end(), leaves)
             region.further = [number for number, _ in further]
             region.leaves = [ref(t) for t in leaves]
             fresh += [t for _, t in further]
             required += [True] * len(further)
-            requiring = inputs.requiring(0)  # what these depend on, nothing tells
-        if not (requiring or leaves):
+            # What these depend on, nothing tells.
+            requiring = [i for i, value in enumerate(values) if value.requires_grad]
+        elif inputs is None and False not in required and requiring:
+            return node.attach_simply(region, values, requiring, fresh)
+        if True not in required or not (requiring or leaves):
             return fresh
-        args = region, 0, inputs, requiring, leaves, fresh, required
-        return node.attach(*args, (), outermost=True)[:n]
+        args = region, 0, values, requiring, leaves, fresh, required, ()
+        return node.attach(*args, inputs=inputs, outermost=True)[:n]
 
     def in_levels(self, results: list[Tensor]) -> list[Tensor]:
         """The results, inside of transforms, on a node a level."""
-        inputs, frames = self.inputs, self.inputs.frames
+        inputs = self.all_inputs()
+        frames = inputs.frames
         n, lowest = len(frames), inputs.lowest
         if lowest > n:  # nobody differentiates them
             return results
@@ -141,8 +167,8 @@ class ForwardFollower(Follower):
             if k > lowest:
                 fresh = frames[k - 1].lift_all(fresh, slots[k], k)
             if True in required[k] and (requiring := self.script.requiring[k]):
-                args = self.region, k, inputs, requiring, (), fresh, required[k]
-                fresh = node.attach(*args, (), outermost=True)
+                args = self.region, k, inputs.values[k], requiring, (), fresh, required[k], ()
+                fresh = node.attach(*args, inputs=inputs, outermost=True)
         if self.leaves_something(fresh):
             leaving.check_nothing_left(self._recorder_at_the_end(), fresh)
         return fresh
@@ -163,7 +189,7 @@ class ForwardFollower(Follower):
                 raise Differs
             return standins[k]
         inputs = self.inputs
-        if inputs.frames or t.grad_fn is not None or t._is_view():
+        if self.depth or t.grad_fn is not None or t._is_view():
             if not self._is_foreign(t):
                 raise Differs
             standin = self._admitted(levels.alive(t), k)
@@ -172,7 +198,14 @@ class ForwardFollower(Follower):
             if len(self.kinds) <= k or kind != self.kinds[k] or self.is_result(t):
                 raise Differs
             value = _torch.unwrap_if_dead(t)
-            standin = inputs.admit(t if value is t else levels.alive(value))
+            if inputs is not None or value is not t or t.is_inference():
+                standin = self.all_inputs().admit(levels.alive(value))
+            else:
+                self.values.append(t)
+                standin = t
+                if t.requires_grad:
+                    standin = (levels.detached(t) if self.modes else t.detach()).requires_grad_()
+                standins.append(standin)
         self.foreign[k] = t
         return standin
 
@@ -188,12 +221,12 @@ class ForwardFollower(Follower):
             if node is not None and node._sequence_nr() >= self.first_node:
                 return False
             if _torch.level_of(value) <= 0:
-                return not value._is_view() or id(value._base) not in self.inputs.leaves
+                return not value._is_view() or id(value._base) not in self.all_inputs().leaves
             value = _torch.inner_of(value)
 
     def _admitted(self, value: Tensor, k: int) -> Tensor:
         """The stand-in of a further input, if it is of the kind that the script has."""
-        inputs = self.inputs
+        inputs = self.all_inputs()
         sizes = [len(values) for values in inputs.values]
         standin = inputs.admit(value)
         if len(self.kinds) <= k or inputs.kinds[k] != self.kinds[k]:
@@ -240,7 +273,7 @@ class ForwardFollower(Follower):
             return super().execute(due, func, args, kwargs)
         if self.record is None:
             self.record = Record(draws)
-            self.writes = Writes(self.inputs, self.script.made, self.region.title)
+            self.writes = Writes(self.all_inputs(), self.script.made, self.region.title)
             self.record.writes = self.writes
         constants = [i for i, t in enumerate(self.standins) if not levels.is_tracked(t)]
         depth = _torch.dispatch_depth()
@@ -280,7 +313,7 @@ class ForwardFollower(Follower):
             self.others = [script for script in fitting if script is not self.script]
         while self.others:
             script = self.others.pop(0)
-            if script.steps[:at] == self.steps[:at] and script.kinds[:n] == self.inputs.kinds:
+            if script.steps[:at] == self.steps[:at] and script.kinds[:n] == self.all_inputs().kinds:
                 self.script, self.steps, self.kinds = script, script.steps, script.kinds
                 self.refs += [None] * (script.serial + 1 - len(self.refs))
                 self.follows_whole = at == 0
@@ -297,10 +330,10 @@ class ForwardFollower(Follower):
         if region.draws is None and options.preserve_rng_state:  # nothing has been drawn so far
             region.draws = Draws(self.standins, python=options.preserve_rng_state == "all")
         record = Record(region.draws)
-        heir = self.heir = Captures(self.region, self.inputs, record, None, self.first_node)
+        heir = self.heir = Captures(self.region, self.all_inputs(), record, None, self.first_node)
         heir.take_over(self)
         if self.writes is None:
-            self.writes = Writes(self.inputs, heir.made, self.region.title)
+            self.writes = Writes(self.all_inputs(), heir.made, self.region.title)
         record.writes = self.writes
         heir.begin()
         return heir
@@ -309,15 +342,17 @@ class ForwardFollower(Follower):
 
     def leaves_something(self, results: Sequence[Tensor]) -> bool:
         """The region has run: whether the program holds something that requires grad."""
-        inputs = self.inputs
-        self.given = given = list[Any]()
+        given, t = list[Any](), None
         for t in self.standins:
-            given.append(ref(t) if t.requires_grad or inputs.frames else None)
-        t = None
+            given.append(ref(t) if self.depth or t.requires_grad else None)
+        del t
+        self.given = given
         self.standins.clear()
-        inputs.leaves.clear()
-        self.foreign.clear()
-        for known in (*given, *self.refs):
+        if self.foreign:
+            self.foreign.clear()
+        if self.inputs is not None:
+            self.inputs.leaves.clear()
+        for known in given + self.refs:
             if known is not None and (t := known()) is not None:
                 if levels.is_tracked(t) and not any([t is result for result in results]):
                     return True

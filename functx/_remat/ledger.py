@@ -67,6 +67,7 @@ class Ran(NamedTuple):
     live: Any = None  # which of them a replay runs; ``None`` for all
     left_out: int = NEVER  # the first call in which it leaves out, or hands out kept values
     in_graph: bool = False  # whether a graph was traced, in which what is drawn is kept
+    bounds: Sequence[int] = ()  # the starts, and where the last call ends
 
 
 class Ledger(_torch.TorchDispatchMode):
@@ -301,7 +302,8 @@ def leave_out(region: Region, record: Record, results: list[Tensor]) -> Ran:
     elif saver is None and (at := live.find(0)) >= 0:
         left_out = bisect_right(record.starts, at) - 1
     in_graph = any(e.kind is DRAWN for e in record.entries)
-    return Ran(record.entries, record.starts, live, left_out, in_graph)
+    bounds = (*record.starts, len(record.entries))
+    return Ran(record.entries, record.starts, live, left_out, in_graph, bounds)
 
 
 def _is_plain(out: Any) -> bool:
@@ -344,7 +346,8 @@ class Rerun(Ledger):
         # (What `Ledger` has, too: this runs at each replay.)
         self.busy, self.made = False, {}
         self.since = graphs.last_node() if _torch.dispatch_depth() else None
-        self.entries, self.starts, self.kept = ran.entries, ran.starts, kept
+        self.entries, self.kept = ran.entries, kept
+        self.bounds = ran.bounds  # where among the entries each call begins, and the last one ends
         self.live = live  # which entries to run; ``None`` runs all
         self.in_graph = ran.in_graph
         self.in_line = True  # whether all operations so far are entries
@@ -356,9 +359,11 @@ class Rerun(Ledger):
 
     def next_call(self) -> None:
         self.call = n = self.call + 1
-        starts = self.starts
-        self.i = starts[n] if n < len(starts) else len(self.entries)
-        self.end = starts[n + 1] if n + 1 < len(starts) else len(self.entries)
+        bounds = self.bounds
+        if n + 1 < len(bounds):
+            self.i, self.end = bounds[n], bounds[n + 1]
+        else:
+            self.i = self.end = len(self.entries)
 
     @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

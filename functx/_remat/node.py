@@ -89,20 +89,24 @@ def _is_asked(node: Any, script: Script) -> bool:
         return True
 
 
-def _sharing(results: list[Tensor], inputs: Inputs, n: int) -> list[Tensor]:
+def _sharing(results: list[Tensor], inputs: Inputs | list[Tensor], n: int) -> list[Tensor]:
     """Results at the base level, those that share memory with an input or another as views.
 
     torch lets nobody write to a Function's view: what shares its memory would not know. (At a level
     above that can't be had, since in a Function no level below records it.) The first ``n`` were
     returned. The others are the program's own tensors, which stay themselves.
     """
-    try:  # (`_torch.storage_of` without its calls)
-        memory = [_torch.storage_address(t) for t in results]
-        held = {_torch.storage_address(t) for stored in inputs.stored for t in stored}
-    except (RuntimeError, NotImplementedError):
-        memory = [_torch.storage_of(t) for t in results]
-        held = {m for parts in inputs.memory() for m in parts if m != -1}
-    if held.isdisjoint(memory) and (len(memory) == 1 or len({*memory}) == len(memory)):
+    if type(inputs) is list and len(results) == 1:  # (what follows, without sets)
+        mine = _torch.storage_of(results[0])
+        for t in inputs:
+            if _torch.storage_of(t) == mine != -1:
+                break
+        else:
+            return results
+    memory = [*map(_torch.storage_of, results)]
+    stored = [inputs] if isinstance(inputs, list) else inputs.stored
+    held = {_torch.storage_of(t) for parts in stored for t in parts} - {-1}
+    if held.isdisjoint(memory) and len({*memory}) == len(memory):
         return results
     shared = [m in held or (m != -1 and memory.count(m) > 1) for m in memory]
     return [
@@ -111,38 +115,57 @@ def _sharing(results: list[Tensor], inputs: Inputs, n: int) -> list[Tensor]:
     ]
 
 
+def attach_simply(
+    region: Region, values: list[Tensor], requiring: list[int], results: list[Tensor]
+) -> list[Tensor]:
+    """`attach`, at the base level, where all results require grad and only values are kept."""
+    if observers.of_nodes:
+        for callback in observers.of_nodes:
+            callback([*values], region.options.name, 0)
+    payload = Payload()
+    payload.region, payload.level, payload.n_values, payload.n_leaves = region, 0, len(values), 0
+    payload.requiring, payload.wanted = requiring, range(len(results))
+    tracked = values if len(requiring) == len(values) else [values[i] for i in requiring]
+    if region.script.has_leaves_asked and len(tracked) > 1:
+        tracked = [t.view_as(t) if t.grad_fn is None else t for t in tracked]
+    results = _sharing(results, values, len(results))
+    return list(RegionNode.apply(payload, tuple(results), values, *tracked))
+
+
 def attach(
     region: Region,
     level: int,
-    inputs: Inputs,
+    values: list[Tensor],
     requiring: list[int],
-    leaves: list[Tensor],
+    leaves: Sequence[Tensor],
     results: list[Tensor],
     required: list[bool],
     kept: Sequence[Tensor],
     *,
+    inputs: Inputs | None,
     outermost: bool,
 ) -> list[Tensor]:
     """The results at one level, off the tape, those that are ``required`` to have grad on a node.
 
-    It keeps the inputs, of which those in ``requiring`` require grad, ``leaves`` that no mode saw,
-    and what the policy keeps; copies, of tensors of inference mode. Observers are told of nodes of
+    It keeps the inputs' values at this level, of which those in ``requiring`` require grad,
+    ``leaves`` that no mode saw, and what the policy keeps; copies, of tensors of inference mode.
+    Without ``inputs``, the values are all that is to know of them. Observers are told of nodes of
     regions that are in no other one.
     """
-    values = inputs.values[level]
     if outermost and observers.of_nodes:
         for callback in observers.of_nodes:
             callback([*values], region.options.name, level)
     payload = Payload()
     payload.region, payload.level = region, level
     payload.n_values, payload.n_leaves = len(values), len(leaves)
-    payload.requiring, tracked = requiring, [values[i] for i in requiring]
-    saved = values
+    payload.requiring, tracked, saved = requiring, values, values
+    if len(requiring) < len(values):
+        tracked = [values[i] for i in requiring]
     if leaves or kept:
         payload.requiring = [*requiring, *range(len(values), len(values) + len(leaves))]
-        tracked += leaves
+        tracked = [*tracked, *leaves]
         saved = [*values, *leaves, *kept]
-    if inputs.has_inference or leaves or kept:
+    if leaves or kept or (inputs is not None and inputs.has_inference):
         saved = [t.clone() if t.is_inference() else t for t in saved]
     if False in required:
         wanted = [i for i, r in enumerate(required) if r]
@@ -156,7 +179,7 @@ def attach(
         n_returned = len(region.script.results)
         if region.further:
             n_returned = sum([i < n_returned for i in wanted])
-        behind = _sharing(behind, inputs, n_returned)
+        behind = _sharing(behind, values if inputs is None else inputs, n_returned)
     apply = RegionNode.apply
     if _torch.peek_interpreter() is None:
         if region.script.has_leaves_asked and len(tracked) > 1:

@@ -42,7 +42,12 @@ class Options:
     contexts: Any = None  # the policy as ``torch.compile`` takes it; ``None`` if there is none
     static: Any = None  # positions and names of arguments that are no tensors
     plans: Plans | None = field(default=None, compare=False, repr=False)  # for the budget so far
+    follows: bool = field(init=False, compare=False, repr=False)  # whether runs follow scripts
     scripts: Any = field(default=None, compare=False, repr=False)  # of its runs; see `script`
+
+    def __post_init__(self) -> None:
+        follows = self.policy is None and self.determinism_check != "none"
+        object.__setattr__(self, "follows", follows)
 
 
 class Region:
@@ -112,6 +117,22 @@ class Inputs:
         self.leaves: dict[int, Tensor] = {}  # of all levels, by id
         self.places: dict[int, tuple[int, int]] = {}  # of each, its level and place there
         self.reached: set[tuple[int, int]] | None = None  # by the results' tape; ``None`` for all
+
+    @classmethod
+    def at_the_base(cls, values: list[Tensor], standins: list[Tensor]) -> Inputs:
+        """Inputs without levels, whose stand-ins are there; the lists are those given."""
+        inputs = cls(())
+        inputs.values, inputs.standins = [values], standins
+        for i, (t, standin) in enumerate(zip(values, standins)):
+            required = t.requires_grad
+            inputs.kinds.append((t.shape, t.dtype, t.device, required))
+            inputs.stored.append((t,))
+            inputs.slots[0].append(required)
+            inputs.has_inference = inputs.has_inference or t.is_inference()
+            if required:
+                inputs.leaves[id(standin)], inputs.places[id(standin)] = standin, (0, i)
+                inputs.lowest = 0
+        return inputs
 
     def admit(self, t: Tensor) -> Tensor:
         """A further input; returns its stand-in."""

@@ -62,7 +62,7 @@ class Script:
 
     __slots__ = (
         *("calls", "draws", "has_leaves_asked", "key", "kinds", "made", "nodes", "partly", "places", "ran"),
-        *("requiring", "results", "serial", "steps"),
+        *("requiring", "results", "serial", "slots", "steps"),
     )
     # Whether it has begun with another script; and has been followed from start to end since.
     partly: Partly
@@ -79,6 +79,7 @@ class Script:
     ran: Ran  # the operations, and which of them a replay runs
     serial: int  # the last number of a result
     nodes: int  # how many nodes autograd has made
+    slots: list[Any]  # as `Inputs.slots`, which are those of all runs that follow it
     # At each level, the values that require grad there, and that the results depend on:
     requiring: list[list[int]]
 
