@@ -11,6 +11,7 @@ import functools
 import inspect
 import operator
 import re
+import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, cast
@@ -242,8 +243,13 @@ def has_forward(module: torch.nn.Module) -> bool:
     return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
 
 
+_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
 def warn_if_later(f: Any) -> None:
     """Warn of a function whose body runs after the call (rule 7)."""
+    if type(f) is types.FunctionType and not f.__code__.co_flags & _LATER:
+        return  # (asked for each closure that is made a region)
     kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
     if any(is_of_kind(f) for is_of_kind in kinds):
         warnings.warn(

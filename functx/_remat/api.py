@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from torch import nn
@@ -112,14 +113,18 @@ def remat(
     validate.refuse_options("remat", _others)
     if _args:
         raise TypeError("remat: call remat(f)(x), or functx.checkpoint(f, x); options go by name.")
-    options = checked_options(
-        policy=policy,
-        preserve_rng_state=preserve_rng_state,
-        determinism_check=determinism_check,
-        debug=debug,
-        budget=budget,
-        static=validate.checked_static(static_argnums, static_argnames),
-    )
+    said = static_argnums, static_argnames, preserve_rng_state, determinism_check, debug
+    if policy is None and budget is None and all(map(operator.is_, said, _UNSAID)):
+        options = _DEFAULTS  # which need no check (regions of closures are made at each call)
+    else:
+        options = checked_options(
+            policy=policy,
+            preserve_rng_state=preserve_rng_state,
+            determinism_check=determinism_check,
+            debug=debug,
+            budget=budget,
+            static=validate.checked_static(static_argnums, static_argnames),
+        )
     return (lambda f: _rematted(f, options)) if f is None else _rematted(f, options)
 
 
@@ -153,12 +158,22 @@ def checked_options(
     return replace(options, policy=policy, contexts=contexts, budget=budget, plans=plans)
 
 
+_UNSAID = (), (), True, "default", False  # how `remat` is called without options
+_DEFAULTS = checked_options(static=None)
+
+
 class Rematted(Wrapper):
     """A function that is a region at each call; pickles where the function does."""
 
     def __init__(self, function: Any, options: Options) -> None:
-        functools.update_wrapper(self, function)
-        super().__init__(function, options)
+        if type(function) is FunctionType:  # as `functools.update_wrapper`, which takes longer
+            names = self.__dict__
+            for name in functools.WRAPPER_ASSIGNMENTS:
+                names[name] = getattr(function, name)
+            names.update(function.__dict__, __wrapped__=function)
+        else:
+            functools.update_wrapper(self, function)
+        self.function, self.options = function, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.options.static is not None:
@@ -181,7 +196,7 @@ class Rematted(Wrapper):
 
 
 def _rematted(f: Any, options: Options) -> Any:
-    options = replace(options, name=validate.name_of(f), scripts=Scripts())
+    options = options.of(validate.name_of(f), Scripts())
     if isinstance(f, nn.Module):
         if not validate.has_forward(f):
             raise TypeError(

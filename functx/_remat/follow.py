@@ -39,7 +39,7 @@ from functx._remat.calls import (
 from functx._remat.ledger import read_outside
 from functx._remat.listener import Listener, Listening
 from functx._remat.region import NEVER, Region
-from functx._remat.script import Script, Step
+from functx._remat.script import NO_STEP, Script, Step
 from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, peek_interpreter
 
 _NO_CALLS = {*MAKERS, *HOOKS, saving.shown}
@@ -62,6 +62,7 @@ class Follower(TorchFunctionMode, Listening):
     region: Region
     n_args: int
     norms: int
+    due: Step  # the call that is expected next; `NO_STEP` where none is
     depth: int  # how many levels there were when the region began
     script: Script
     steps: Sequence[Step]
@@ -117,25 +118,21 @@ class Follower(TorchFunctionMode, Listening):
 
     @uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.heir is not None:
-            return self.heir.__torch_function__(func, types, args, kwargs)
-        ledger = self.ledger
+        # (This runs at each operation: the usual case first, with as little as can be.)
+        due, grad, wanted, is_flat, is_plain, result, _ = step = self.due
         if (
-            self.asleep
-            or func in LOOKS
+            func is not due
+            or not is_flat
+            or grad is not torch.is_grad_enabled()
             or key_excluded(AUTOGRAD)
-            # (As in `Listener`.)
-            or (peek_interpreter() is not None and not _torch.key_included(FUNCTORCH_FRONT))
-            or (ledger is not None and ledger.busy)
+            or peek_interpreter() is not None
         ):
-            return func(*args, **kwargs) if kwargs else func(*args)
-        at = self.at
-        if at >= self.stop and ledger is None:
-            self.watch()
-            ledger = self.ledger
-        due, grad, wanted, is_flat, is_plain, result, _ = step = self.steps[at]
-        if not is_flat or func is not due or grad is not torch.is_grad_enabled():
-            return self.other(step, func, args, kwargs or {})
+            if not self.hears() or func in LOOKS:
+                return func(*args, **kwargs) if kwargs else func(*args)
+            if self.heir is not None:
+                return self.heir.__torch_function__(func, types, args, kwargs)
+            if func is not due or not is_flat or grad is not torch.is_grad_enabled():
+                return self.other(step, func, args, kwargs or {})
         given = operands = args if not kwargs else in_a_row(args, kwargs)
         if len(given) != len(wanted):
             return self.other(step, func, args, kwargs or {})
@@ -143,9 +140,10 @@ class Follower(TorchFunctionMode, Listening):
         refs, standins = self.refs, self.standins
         for a, number in zip(given, wanted):
             if type(number) is int:
-                if number > 0 and (known := refs[number]) is not None and known() is a:
-                    continue
-                if -len(standins) <= number < 0 and standins[-1 - number] is a:
+                if number > 0:
+                    if (known := refs[number]) is not None and known() is a:
+                        continue
+                elif -number <= len(standins) and standins[-1 - number] is a:
                     continue
             elif type(a) in ATOMS and type(a) is type(number[0]) and a == number[0]:
                 continue
@@ -154,9 +152,7 @@ class Follower(TorchFunctionMode, Listening):
             except Differs:
                 return self.other(step, func, args, kwargs or {})
             break
-        self.at = at + 1
-        if ledger is not None:
-            ledger.next_call()
+        self.advance()
         if operands is not given:
             n = len(args)
             args = operands[:n]
@@ -179,6 +175,15 @@ class Follower(TorchFunctionMode, Listening):
         refs[number] = ref(out)
         self.numbers[id(out)] = number
         return out
+
+    def advance(self) -> None:
+        """A call is about to be made, which is as expected."""
+        if self.at >= self.stop:
+            self.watch()
+        at = self.at = self.at + 1
+        self.due = self.steps[at]
+        if self.ledger is not None:
+            self.ledger.next_call()
 
     def know(self, t: Tensor, number: int) -> None:
         """``t`` is a result."""
@@ -279,12 +284,6 @@ class Follower(TorchFunctionMode, Listening):
         """Whether a call, whose operands are as expected, is."""
         return same_call(call, due, True)
 
-    def advance(self) -> None:
-        """A call is about to be made, which is as expected."""
-        self.at += 1
-        if self.ledger is not None:
-            self.ledger.next_call()
-
     def returned(self, step: Step, out: Any, given: Any, operands: Any) -> Any:
         """A call that is not plain has returned."""
         results = step.call.results
@@ -324,15 +323,14 @@ class Follower(TorchFunctionMode, Listening):
         due = step.call
         call = Call(due.func, due.given)
         call.grad = due.grad
-        self.at -= 1
+        self.at -= 1  # this call is the heir's
         heir = self.hand_over()
         heir.go_on_after(call)
         return heir.returned(out, given, operands)
 
     def returns(self, results: list[Tensor]) -> list[Tensor] | None:
         """The region's code has returned: what the engine hands on; ``None`` if it departs."""
-        self.asleep = True
-        step = self.steps[self.at]
+        self.asleep, step = True, self.due
         if step.func is not RETURN:
             return None
         numbers, refs = step.given, self.refs
@@ -341,13 +339,15 @@ class Follower(TorchFunctionMode, Listening):
                 if number < 0 or (known := refs[number]) is None or known() is not t:
                     break
             else:  # each is a result, and is as expected
-                self.at += 1
+                self.at, self.due = self.at + 1, NO_STEP
                 return results
         try:
             results = self.operands(results, numbers)
         except Differs:
             return None
-        self.advance()
+        self.at, self.due = self.at + 1, NO_STEP
+        if self.ledger is not None:
+            self.ledger.next_call()
         for i, number in enumerate(numbers):
             if number < 0 and levels.is_tracked(results[i]):
                 results[i] = results[i].view_as(results[i])

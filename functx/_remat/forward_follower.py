@@ -21,7 +21,7 @@ from functx._remat.guard import StackGuard
 from functx._remat.ledger import Record
 from functx._remat.listener import Body
 from functx._remat.region import Inputs, Region
-from functx._remat.script import Partly, Script
+from functx._remat.script import NO_STEP, Partly, Script
 from functx._remat.writes import Writes, check_written
 
 # Whether one of these draws or writes does not depend on the numbers that it is given.
@@ -52,6 +52,7 @@ class ForwardFollower(Follower):
         # (What `Follower` has, too: this runs at each call.)
         self.region, self.n_args, self.norms = region, region.n_args, region.settings.norms
         self.script, self.steps, self.kinds = script, script.steps, script.kinds
+        self.due = script.steps[0]
         self.refs, self.numbers = [None] * (script.serial + 1), {}
         self.function, self.inputs, self.first_node = function, inputs, first_node
         self.depth, self.modes = entry.functorch, entry.dispatch
@@ -315,6 +316,7 @@ class ForwardFollower(Follower):
             script = self.others.pop(0)
             if script.steps[:at] == self.steps[:at] and script.kinds[:n] == self.all_inputs().kinds:
                 self.script, self.steps, self.kinds = script, script.steps, script.kinds
+                self.due = script.steps[at]
                 self.refs += [None] * (script.serial + 1 - len(self.refs))
                 self.follows_whole = at == 0
                 return True
@@ -331,6 +333,7 @@ class ForwardFollower(Follower):
             region.draws = Draws(self.standins, python=options.preserve_rng_state == "all")
         record = Record(region.draws)
         heir = self.heir = Captures(self.region, self.all_inputs(), record, None, self.first_node)
+        self.due = NO_STEP
         heir.take_over(self)
         if self.writes is None:
             self.writes = Writes(self.all_inputs(), heir.made, self.region.title)

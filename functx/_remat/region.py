@@ -45,6 +45,12 @@ class Options:
     follows: bool = field(init=False, compare=False, repr=False)  # whether runs follow scripts
     scripts: Any = field(default=None, compare=False, repr=False)  # of its runs; see `script`
 
+    def of(self, name: str, scripts: Any) -> Options:
+        """These options for a function of that name (`dataclasses.replace` takes longer)."""
+        new: Options = object.__new__(Options)
+        new.__dict__.update(self.__dict__, name=name, scripts=scripts)
+        return new
+
     def __post_init__(self) -> None:
         follows = self.policy is None and self.determinism_check != "none"
         object.__setattr__(self, "follows", follows)

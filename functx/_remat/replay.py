@@ -27,7 +27,7 @@ from functx._remat.ledger import BeginAgain, Record, Rerun, ledgers
 from functx._remat.listener import Listener, listening
 from functx._remat.observers import observers
 from functx._remat.region import NEVER, Region
-from functx._remat.script import step_of
+from functx._remat.script import NO_STEP, step_of
 from functx._remat.writes import copied
 from functx._torch import graphs
 
@@ -76,10 +76,11 @@ class ReplayFollower(Follower):
             self.steps = [*self.steps]
             for i, call in region.changed.items():
                 self.steps[i] = step_of(call)
+        self.due = self.steps[0]
 
     def watch(self) -> None:
         if self.late.may_begin():
-            self.ledger = self.late.begin(self.at)
+            self.ledger, self.stop = self.late.begin(self.at), NEVER
 
     def standin_for(self, t: Tensor, number: int) -> Tensor:
         # (See NOTE [by place].)
@@ -98,6 +99,7 @@ class ReplayFollower(Follower):
 
     def hand_over(self) -> Replayer:
         heir = self.heir = Replayer(self.region, self.late, self.standins)
+        self.due = NO_STEP
         heir.take_over(self)
         if self.ledger is not None:
             heir.ledgers = (self.ledger,)
@@ -172,7 +174,10 @@ def replay(
             entry.stop_caching()
         for mode in modes:
             _torch.push_function_mode(mode)
-        attempt = partial(_attempt, region, level, values, kept, wanted)
+        if region.frames or wanted is None or entry.functorch:
+            attempt = partial(_attempt, region, level, values, kept, wanted)
+        else:
+            attempt = partial(_attempt_at_the_base, region, values, kept, wanted)
         if depth < entry.functorch:
             attempt = partial(_at_depth, depth, attempt)
         if observers.of_replays and wanted is not None:
@@ -268,21 +273,47 @@ def _attempt(
     del standins
     for k in range(len(frames), level, -1):
         results = frames[k - 1].lower_all(results, numbers[k])[0]
-    edges: list[Any] = []
     if wanted is None:
-        edges = results + written
-    for i in wanted or ():
-        t = results[i]
-        if t.grad_fn is None or frames:
-            edges.append(_edge(t, leaves))
-        else:
-            edges.append(_torch.gradient_edge(t))
-    t = None
-    if level and wanted is not None:
-        unwrap_for_backward(edges, classes)
+        edges: list[Any] = results + written
+    else:
+        edges = [_edge(results[i], leaves) for i in wanted]
+        if level:
+            unwrap_for_backward(edges, classes)
     del results
     if frames:
         levels.leave_to(depth)
+    _torch.set_grad_enabled(connected)
+    if late.begun is not None and late.begun.holds_unwritten():
+        raise BeginAgain
+    return edges, leaves
+
+
+def _attempt_at_the_base(
+    region: Region, values: list[Tensor], kept: Sequence[Tensor], wanted: list[int], live: Any
+) -> tuple[list[Any], list[Tensor]]:
+    """`_attempt` of a region that was called without levels; what is wanted is edges."""
+    connected = torch.is_grad_enabled()
+    _torch.set_grad_enabled(True)
+    plainly = not connected and not _torch.dispatch_depth()
+    leaves = list[Tensor]()
+    for value, required in zip(values, region.slots[0]):
+        if required:
+            value = value.detach().requires_grad_() if plainly else _leaf(value, connected)
+        leaves.append(value)
+    standins = leaves
+    if len(leaves) > 1:
+        _alias_repeated(leaves)
+    if region.written:
+        standins = copied(leaves, region.written)
+    first = _torch.next_sequence_number()
+    results, late = _body(region, standins, kept, live)
+    if region.leaves:
+        _check_leaves(region, results, first)
+    edges, t = list[Any](), None
+    for i in wanted:
+        t = results[i]
+        edges.append(_edge(t, leaves) if t.grad_fn is None else _torch.gradient_edge(t))
+    del results, t, standins
     _torch.set_grad_enabled(connected)
     if late.begun is not None and late.begun.holds_unwritten():
         raise BeginAgain

@@ -49,6 +49,9 @@ class Step(NamedTuple):
     call: Call
 
 
+NO_STEP = Step(None, True, [], False, False, None, Call("nothing", []))  # no call is this one
+
+
 class Partly(enum.Enum):
     """Whether a script has been recorded from the first call on."""
 
