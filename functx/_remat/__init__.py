@@ -42,6 +42,8 @@ from functx._remat.call import on_budget as on_budget
 from functx._remat.call import run as run
 from functx._remat.captures import tape_of as tape_of
 from functx._remat.examples import is_batched_form as is_batched_form
+from functx._remat.guard import Settings as Settings
+from functx._remat.guard import settings_now as settings_now
 from functx._remat.inside import made_inside as made_inside
 from functx._remat.inside import reported as reported
 from functx._remat.inside import taken_in as taken_in
@@ -58,8 +60,6 @@ from functx._remat.observers import on_run as on_run
 from functx._remat.operators import operator_of as operator_of
 from functx._remat.region import Options as Options
 from functx._remat.saving import named as named
-from functx._remat.settings import Settings as Settings
-from functx._remat.settings import settings_now as settings_now
 from functx._remat.sharding import refuse_sharded as refuse_sharded
 from functx._remat.traced import batch_being_traced as batch_being_traced
 from functx._remat.traced import keep_regions as keep_regions

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import FunctionType, MethodType
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from torch import nn
 
 from functx._core import validate
 from functx._policies import policy as policies
-from functx._remat.call import run
-from functx._remat.cells import Wrapper
+from functx._remat.call import Rematted
 from functx._remat.module import remat_module
-from functx._remat.script import Scripts
 from functx._remat.region import Options, Plans
+from functx._remat.script import Scripts
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -160,39 +156,6 @@ def checked_options(
 
 _UNSAID = (), (), True, "default", False  # how `remat` is called without options
 _DEFAULTS = checked_options(static=None)
-
-
-class Rematted(Wrapper):
-    """A function that is a region at each call; pickles where the function does."""
-
-    def __init__(self, function: Any, options: Options) -> None:
-        if type(function) is FunctionType:  # as `functools.update_wrapper`, which takes longer
-            names = self.__dict__
-            for name in functools.WRAPPER_ASSIGNMENTS:
-                names[name] = getattr(function, name)
-            names.update(function.__dict__, __wrapped__=function)
-        else:
-            functools.update_wrapper(self, function)
-        self.function, self.options = function, options
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.options.static is not None:
-            validate.check_static(self.options.static, args, kwargs)
-        return run(self.function, args, kwargs, self.options)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
-
-    def __reduce__(self) -> Any:
-        name = getattr(self, "__qualname__", "")
-        found: Any = sys.modules.get(getattr(self, "__module__", ""))
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        # A decorated function is found by its name.
-        return name if found is self else (Rematted, (self.function, self.options))
-
-    def __repr__(self) -> str:
-        return f"functx.remat({self.function!r})"
 
 
 def _rematted(f: Any, options: Options) -> Any:

@@ -15,12 +15,57 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from functx import _torch
-from functx._core import backend_of, exporting, line_of, tell, tree, uncompiled, where
+from functx._core import (
+    backend_of,
+    exporting,
+    line_of,
+    tell,
+    tree,
+    uncompiled,
+    validate,
+    where,
+)
 from functx._remat import arguments, cells, departures, forward, levels, sharding
+from functx._remat.cells import Wrapper
 from functx._remat.observers import observers
 from functx._remat.region import Options
 from functx._remat.script import OF_NO_REGION
 from functx._torch import compiler
+
+
+class Rematted(Wrapper):
+    """A function that is a region at each call; pickles where the function does."""
+
+    def __init__(self, function: Any, options: Options) -> None:
+        if (
+            type(function) is types.FunctionType
+        ):  # as `functools.update_wrapper`, which takes longer
+            names = self.__dict__
+            for name in functools.WRAPPER_ASSIGNMENTS:
+                names[name] = getattr(function, name)
+            names.update(function.__dict__, __wrapped__=function)
+        else:
+            functools.update_wrapper(self, function)
+        self.function, self.options = function, options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.options.static is not None:
+            validate.check_static(self.options.static, args, kwargs)
+        return run(self.function, args, kwargs, self.options)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        name = getattr(self, "__qualname__", "")
+        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        # A decorated function is found by its name.
+        return name if found is self else (Rematted, (self.function, self.options))
+
+    def __repr__(self) -> str:
+        return f"functx.remat({self.function!r})"
 
 
 def run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:

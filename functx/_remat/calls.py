@@ -82,8 +82,8 @@ class Call:
         self.further: dict[int, int] = {}
         # Of a call that makes a tensor of data, the number of the input that it became:
         self.kept: int | None = None
-        # It is given tensors and plain values, one an entry of `given`; and it makes one new tensor of
-        # them, and does no more:
+        # It is given tensors and plain values, one an entry of `given`; and it makes one new tensor
+        # of them, and does no more:
         self.is_flat = self.is_plain = False
         self.draws = False  # it draws random numbers
         self.writes = False  # it writes to memory that it has not made

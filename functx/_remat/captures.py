@@ -22,8 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from functx import _torch
 from functx._core import NORMALISATIONS, RematError, tree
 from functx._remat import departures, examples, levels, sharding
-from functx._remat.calls import CAPTURE, DATA, INSIDE, Call, is_simple
-from functx._remat.calls import READ
+from functx._remat.calls import CAPTURE, DATA, INSIDE, READ, Call, is_simple
 from functx._remat.ledger import Ran, Record, leave_out
 from functx._remat.ledger import ledgers as all_ledgers
 from functx._remat.listener import Listener

@@ -20,7 +20,7 @@ from functx._core import tree
 from functx._policies import warn_of_unlisted_names
 from functx._remat import leaving, levels, node, saving, script
 from functx._remat.captures import Captures
-from functx._remat.forward_follower import ForwardFollower
+from functx._remat.follow import ForwardFollower
 from functx._remat.generators import Draws
 from functx._remat.guard import StackGuard
 from functx._remat.ledger import Record, ledgers
@@ -100,7 +100,7 @@ class Forward:
         if region.draws is not None:
             region.draws = region.draws.ended()
         n = len(region.frames)
-        if not n and any([t.requires_grad for t in results]):
+        if not n and any(t.requires_grad for t in results):
             inputs.lowest = 0  # if only a leaf is differentiated that no mode has seen
         further: list[tuple[int, Tensor]] = []
         if inputs.lowest <= n:  # else nobody differentiates it
@@ -133,7 +133,10 @@ class Forward:
         leaves = captures.leaves_unseen([t for values in parts.values() for t in values])
         ran = captures.leave_out([*results, *parts[lowest]])
         kept = [] if region.kept is None else region.kept.take()
-        self.writes, region.written = captures.record.writes, captures.record.writes.inputs_written()
+        self.writes, region.written = (
+            captures.record.writes,
+            captures.record.writes.inputs_written(),
+        )
         self.writes.put_before()
         required = {k: node.required_of(parts[k], k, inputs) for k in range(lowest, n + 1)}
         told = region.script = Script()
@@ -156,7 +159,9 @@ class Forward:
             inputs.reached = None  # of these nothing is known
             fresh += [t for _, t in further]
             required[0] += [True] * len(further)
-        made = captures.record.has_made  # (nn.Parameter(...) is not shown: such a leaf is made anew)
+        made = (
+            captures.record.has_made
+        )  # (nn.Parameter(...) is not shown: such a leaf is made anew)
         region.leaves = [ref(t) for t in leaves if not made(_torch.storage_of(t))]
         self.begin_up(fresh)
         for k in range(lowest, n + 1):
@@ -168,10 +173,10 @@ class Forward:
                 fresh = node.attach(*args, inputs=inputs, outermost=self.outer is None)
         if n:
             leaving.check_nothing_left(captures, fresh)
-        if not (leaves or further or captures.hides or self.key is None):
-            if script.tell_all(told.calls):
-                told.steps = [*map(script.step_of, told.calls)]
-                region.scripts.add(told, self.function)
+        hidden = leaves or further or captures.hides or self.key is None
+        if not hidden and script.tell_all(told.calls):
+            told.steps = [*map(script.step_of, told.calls)]
+            region.scripts.add(told, self.function)
         return fresh[:n_results], further
 
     def begin_up(self, fresh: list[Tensor]) -> None:
@@ -247,7 +252,8 @@ def run(
                         tensors[i] = t = levels.alive(t)
                     kinds.append((t.shape, t.dtype, t.device, t.requires_grad))
             key = key_of(region, kinds)
-            fitting = scripts.first_fitting(key, function)
+            own = scripts.own
+            fitting = own[0] if own and own[0].key == key else scripts.first_fitting(key, function)
             if fitting is not None and fitting.partly is Partly.AND_FOLLOWED:
                 fitting.partly = Partly.NO
             elif fitting is not None:

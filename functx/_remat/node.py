@@ -17,15 +17,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 from functx import _torch
 from functx._core import uncompiled
 from functx._remat import departures, levels, pullback
+from functx._remat.listener import listening
 from functx._remat.observers import observers
 from functx._remat.region import Inputs, Region
+from functx._remat.replay import pulled_back
 from functx._remat.script import Script
+from functx._torch import graphs
 
 
 class Payload:
@@ -47,7 +51,11 @@ class RegionNode(_torch.SingleLevelFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, payload: Payload, outs: tuple[Tensor, ...], saved: list[Tensor], *requiring: Tensor
+        ctx: Any,
+        payload: Payload,
+        outs: tuple[Tensor, ...],
+        saved: list[Tensor],
+        *requiring: Tensor,
     ) -> Any:
         ctx.payload = payload
         ctx.set_materialize_grads(False)
@@ -73,7 +81,55 @@ class RegionNode(_torch.SingleLevelFunction):
         if len(needs) > 1:
             script = payload.region.script
             needs = [n and _is_asked(e[0], script) for n, e in zip(needs, ctx.next_functions)]
-        return (None, None, None, *pullback.pull_back(payload, [*saved], cotangents, needs))
+        return (None, None, None, *pull_back(payload, [*saved], cotangents, needs))
+
+
+def pull_back(
+    payload: Any, saved: list[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of a node's values that require grad, and of its leaves, where they are needed.
+
+    Saved are its values, its leaves, and what the policy kept.
+    """
+    requiring = payload.requiring
+    asked = [i for i, need in zip(requiring, needs) if need]
+    results, given = list[int](), list[Tensor]()
+    for i, c in zip(payload.wanted, cotangents):
+        if c is not None:
+            results.append(i)
+            given.append(c if _torch.unwrap_if_dead(c) is c else levels.alive(c))
+    del cotangents
+    if not given or not asked:
+        return [None] * len(requiring)
+    n, m = payload.n_values, payload.n_values + payload.n_leaves
+    values, leaves, kept = saved[:n], saved[n:m], saved[m:]
+    del saved
+    outer, traced = listening() if _torch.function_depth() else None, _torch.dispatch_depth() > 0
+    since = graphs.last_node() if traced else None
+    if outer is not None:
+        outer.asleep = True
+    try:
+        # The backward is a region again (but under ``is_grads_batched``, whose vmap can't detach):
+        if observers.tracers or (
+            torch.is_grad_enabled()
+            and any(map(levels.is_tracked, values + kept + given + leaves))
+            and not any(map(_torch.is_legacy_batched, values + kept + given))
+        ):
+            flat = values + kept + given
+            del values, kept, given
+            args = payload, leaves, results, asked, flat
+            found, grads = pullback.pull_back_in_a_region(*args)
+        else:
+            found, grads = pulled_back(payload, values, kept, leaves, results, given, asked)
+    finally:
+        if outer is not None:
+            outer.asleep = False
+    if traced:
+        graphs.close(since, payload.region.options.name, "backward")
+    if len(found) == len(requiring):
+        return grads  # type: ignore[no-any-return]
+    by_number = dict(zip(found, grads))
+    return [by_number.get(i) for i in requiring]
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from functx import _torch
 from functx._remat import departures, levels
 from functx._remat.calls import Call
-from functx._remat.settings import Settings
+from functx._remat.guard import Settings
 
 if TYPE_CHECKING:
     from functx._remat.script import Script
@@ -117,7 +117,7 @@ class Inputs:
         self.standins: list[Tensor] = []
         self.has_inference = False  # a tensor of inference mode is among them
         self.kinds: list[Any] = []  # of each, how its parts are wrapped, and what they are
-        # Of each input the plain tensors inside, which lie in its memory; of a dual, also its tangent:
+        # Of each input the plain tensors inside, which lie in its memory (two of a dual):
         self.stored: list[Sequence[Tensor]] = []
         self.lowest = n + 1  # the lowest level that differentiates something
         self.leaves: dict[int, Tensor] = {}  # of all levels, by id

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._core import function_classes, tree, unwrap_for_backward
-from functx._remat import departures, levels
+from functx._remat import departures, levels, sharding
 from functx._remat.calls import DATA, RETURN, Call
 from functx._remat.captures import tape_of
 from functx._remat.follow import Differs, Follower
@@ -401,3 +401,58 @@ def _body(
     if region.further:
         results += [replayer.left(number) for number in region.further]
     return results, late
+
+
+def pulled_back(
+    payload: Any,
+    values: list[Tensor],
+    kept: Sequence[Tensor],
+    leaves: list[Tensor],
+    results: list[int],
+    cotangents: list[Tensor],
+    asked: list[int],
+) -> tuple[list[int], list[Tensor]]:
+    """Replay a region, and pull cotangents back through the replay.
+
+    Args:
+        payload: what the node knows.
+        values: those of its level; the list is emptied.
+        kept: what the policy kept.
+        leaves: those that no mode saw. They are the program's own, in a replay too.
+        results: which results of the level have a cotangent.
+        cotangents: these.
+        asked: which of the values and leaves a gradient is asked for.
+
+    Returns:
+        Which gradients there are, and these.
+    """
+    level, recorded = payload.level, torch.is_grad_enabled()
+    traced = _torch.dispatch_depth() > 0
+    since = graphs.last_node() if traced else None
+    first = _torch.next_sequence_number()
+    edges, inputs = replay(payload.region, level, values, kept, results)
+    values.clear()
+    if traced:
+        graphs.close(since, payload.region.options.name, "replay")
+    inputs += leaves
+    for edge in edges:
+        if edge is None:
+            cotangents = [c for e, c in zip(edges, cotangents) if e is not None]
+            edges = [e for e in edges if e is not None]
+            break
+    if recorded and level == 0:
+        sharding.refuse_lost_derivatives(edges, first)
+    if not edges:
+        return [], []
+    # At the base level, what is recorded of the pullback runs through the tape of the replay.
+    retain = level == 0 and recorded
+    wanted = tuple([inputs[i] for i in asked])
+    grads = _torch.run_backward(
+        *(tuple(edges), tuple(cotangents), retain, recorded, wanted, True), accumulate_grad=False
+    )
+    found, there = list[int](), list[Tensor]()
+    for i, g in zip(asked, grads):
+        if g is not None:
+            found.append(i)
+            there.append(g if _torch.unwrap_if_dead(g) is g else levels.alive(g))
+    return found, there

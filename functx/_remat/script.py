@@ -3,12 +3,14 @@
 NOTE [two speeds]
 The first run of a region is *recorded*: a function mode writes down its calls, and a dispatch mode
 below it what runs on which memory. That is slow, and tells what a replay may leave out. It leaves a
-script. A later run that is given inputs of the same kinds *follows* the script (`follow`): each call
-is compared with the script before it is made, and nothing is written down. Where a call departs, the
-run is recorded from there on, and leaves a script of its own, whose first calls are those of the
-other one; of these its replay leaves none out. So a branch that a function takes now and then costs
-one recorded run, and is followed afterwards, too. (Once such a script has been followed from start
-to end, the next run is recorded as a whole, and its replays leave out all that they may.)
+script. A later run that is given inputs of the same kinds *follows* the script (`follow`): each
+call is compared with the script before it is made, and nothing is written down.
+
+Where a call departs, the run is recorded from there on, and leaves a script of its own, whose first
+calls are those of the other one; of these its replay leaves none out. So a branch that a function
+takes now and then costs one recorded run, and is followed afterwards, too. (Once such a script has
+been followed from start to end, the next run is recorded as a whole, and its replays leave out all
+that they may.)
 
 A script decides on time alone. Each call is compared in the forward and in the replay; that nobody
 reads what a script leaves out is checked in the replay (NOTE [leaving out]).
@@ -64,7 +66,18 @@ class Script:
     """What one run has told."""
 
     __slots__ = (
-        *("calls", "draws", "has_leaves_asked", "key", "kinds", "made", "nodes", "partly", "places", "ran"),
+        *(
+            "calls",
+            "draws",
+            "has_leaves_asked",
+            "key",
+            "kinds",
+            "made",
+            "nodes",
+            "partly",
+            "places",
+            "ran",
+        ),
         *("requiring", "results", "serial", "slots", "steps"),
     )
     # Whether it has begun with another script; and has been followed from start to end since.

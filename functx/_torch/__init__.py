@@ -1,14 +1,14 @@
 """Private torch API, in one place; each name with the reason that no public one serves.
 
 ``tests/repo/test_canary.py`` asserts that each still means what it is used for, so that a torch
-release which moves one fails there, by name. What torch computes with is in `flags`; what is about
-``torch.compile`` and ``torch.utils.checkpoint``, in `compiler`; what is about traced graphs, in
-`graphs`.
+release which moves one fails there, by name. What is about ``torch.compile`` and
+``torch.utils.checkpoint`` is in `compiler`; what is about traced graphs, in `graphs`.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -296,8 +296,10 @@ def jvp_nesting() -> int:
 
 
 def stacks() -> tuple[int, int, int, bool, bool, int, int]:
-    """How deep torch's stacks are, and its modes: those of functions and operators, functorch's
-    levels, grad mode, forward mode, dual levels and jvp levels.
+    """How deep torch's stacks are, and its modes.
+
+    These are the modes of functions and of operators, functorch's levels, grad mode, forward mode,
+    and the levels of duals and of jvp.
     """
     return (
         *(function_depth(), dispatch_depth(), functorch_depth()),
@@ -311,6 +313,57 @@ def close_jvp_levels(duals: int, nesting: int) -> None:
     while fwAD._current_level > duals:
         fwAD.exit_dual_level()
     _eager_transforms.JVP_NESTING = nesting
+
+
+# -- what torch computes with: flags of the process whose public getters warn, raise or are slow
+def _deterministic() -> tuple[bool, bool]:
+    return _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()
+
+
+def _precision() -> Any:
+    try:
+        return _C._get_float32_matmul_precision()
+    except RuntimeError:  # torch's newer API has set it by backend
+        return {b: _C._get_fp32_precision_getter(b, "matmul") for b in ("cuda", "mkldnn")}
+
+
+def _set_precision(wanted: Any) -> None:
+    if isinstance(wanted, str):
+        torch.set_float32_matmul_precision(wanted)
+        return
+    for backend, precision in wanted.items():
+        _C._set_fp32_precision_setter(backend, "matmul", precision)
+
+
+FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    (_deterministic, lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1])),
+    (_precision, _set_precision),
+]
+
+
+def flags_now() -> tuple[Any, ...]:
+    """What each of `FLAGS` is now."""
+    # (Written out: regions read this at each call and each replay.)
+    try:
+        precision = _C._get_float32_matmul_precision()
+    except RuntimeError:
+        precision = _precision()
+    return (
+        torch.get_default_dtype(),
+        _C._get_flash_sdp_enabled(),
+        _C._get_mem_efficient_sdp_enabled(),
+        _C._get_math_sdp_enabled(),
+        _C._get_cudnn_sdp_enabled(),
+        _C._get_sdp_priority_order(),
+        (_C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()),
+        precision,
+    )
 
 
 def default_device() -> torch.device | None:

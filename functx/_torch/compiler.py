@@ -36,7 +36,7 @@ def never_compiled(f: F, reason: str) -> F:
 
 
 def exporting() -> bool:
-    """``torch.jit.is_tracing() or torch.compiler.is_exporting()``, in eager, where it is asked often."""
+    """Whether ``torch.jit.trace`` or ``torch.export`` runs this; the public ways take longer."""
     return bool(torch._C._is_tracing()) or torch.compiler._is_exporting_flag
 
 

@@ -28,7 +28,7 @@ def chains(module):
     "module",
     [
         "functx._torch",
-        *(f"functx._torch.{n}" for n in ("compiler", "flags", "graphs", "lowering", "pytrees")),
+        *(f"functx._torch.{n}" for n in ("compiler", "graphs", "lowering", "pytrees")),
     ],
 )
 def test_each_name_exists(module):
