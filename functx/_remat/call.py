@@ -128,8 +128,8 @@ class Title(tuple[str, types.CodeType, int]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        name, *place = self
-        file, line, _ = line_of((place[0], place[1]))
+        name, code, instruction = self
+        file, line, _ = line_of((code, instruction))
         return f"the region {name} ({file}:{line})"
 
 

@@ -151,7 +151,7 @@ def requires_grad_in_forward_mode(t: torch.Tensor) -> RematError:
     )
 
 
-def written(title: str, operands: Any) -> RematError:
+def written(title: Any, operands: Any) -> RematError:
     """An input with history is written in place."""
     shapes = [f" of shape {tuple(t.shape)}" for t in operands if isinstance(t, torch.Tensor)]
     return refused(

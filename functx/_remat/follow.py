@@ -261,8 +261,8 @@ class Follower(TorchFunctionMode, Listening):
                 return self.keep(lambda: func(*args, **kwargs), due)
         if step.grad is not torch.is_grad_enabled() or not same_function(func, due.func):
             return self.departed(func, args, kwargs)
-        call = Call(func, given := [])
-        place = self._place_in(due)
+        given: list[Any] = []
+        call, place = Call(func, given), self._place_in(due)
         try:
             new_args = [listed(a, given, place) for a in args]
             new_kwargs = {}
@@ -417,7 +417,7 @@ class ForwardFollower(Follower):
         region's code has returned.
         """
         _torch.push_function_mode(self)
-        out = body(*self.standins)
+        out: Any = body(*self.standins)
         if torch.is_grad_enabled() is not True:
             # A region may return with grad mode switched off, as any function may. What it has
             # computed keeps its history, so the engine goes on in the mode of the call.

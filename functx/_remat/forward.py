@@ -40,8 +40,8 @@ class Forward:
     captures_of: Any = Captures
     writes_of: Any = Writes
 
-    writes: Writes  # to the inputs' memory
-    listener: ForwardFollower | Captures  # to the region's calls
+    writes: Any  # to the inputs' memory
+    listener: Captures  # to the region's calls
 
     def __init__(
         self,
@@ -115,9 +115,9 @@ class Forward:
             inputs.lowest = 0
         elif self.key is None:
             record.saver = saving.saver_for(region.options.policy, self.in_graph)
-        captures = self.captures_of(region, inputs, record, self.outer, self.first_node)
+        captures: Captures = self.captures_of(region, inputs, record, self.outer, self.first_node)
         record.writes = self.writes_of(inputs, captures.made, region.title)
-        return captures  # type: ignore[no-any-return]
+        return captures
 
     # -- the end: let go of the tape, and hang the results on nodes
 
@@ -146,7 +146,7 @@ class Forward:
         told.draws = region.draws is not None or captures.record.has_foreign
         told.partly = Partly.YES if captures.record.followed else Partly.NO
         told.requiring = [inputs.requiring(k) for k in range(n + 1)]
-        told.steps, told.has_leaves_asked = None, False
+        told.steps, told.has_leaves_asked = (), False
         region.slots = inputs.slots
         region.left_behind = [known for known, number in captures.known.values() if number > 0]
         # ... and up again.
@@ -297,7 +297,7 @@ def run(
     if outer is not None:
         outer.last = call, due
         outer.give(results)
-        outer.give_further(further)
+        outer.give_further([*further])
     if observers.of_runs:
         said = _how_it_ran(region, outer, follower, key)
         for callback in observers.of_runs:

@@ -127,7 +127,7 @@ def pull_back(
     if traced:
         graphs.close(since, payload.region.options.name, "backward")
     if len(found) == len(requiring):
-        return grads  # type: ignore[no-any-return]
+        return [*grads]
     by_number = dict(zip(found, grads))
     return [by_number.get(i) for i in requiring]
 
@@ -223,6 +223,7 @@ def attach(
         saved = [*values, *leaves, *kept]
     if leaves or kept or (inputs is not None and inputs.has_inference):
         saved = [t.clone() if t.is_inference() else t for t in saved]
+    wanted: Sequence[int]
     if False in required:
         wanted = [i for i, r in enumerate(required) if r]
         behind = [results[i] for i in wanted]

@@ -372,7 +372,7 @@ def _body(
 ) -> tuple[list[Tensor], LateLedger]:
     """Run the function on stand-ins: its results, each once, and what was left out."""
     late, script = LateLedger(region, live, kept), region.script
-    follows = script.steps is not None and not region.further
+    follows = bool(script.steps) and not region.further
     replayer: Any = (ReplayFollower if follows else Replayer)(region, late, standins)
     # What another mode calls is no call of the region: only where this one is seen to be busy. And
     # a replay inside of one that has put generators back is to know of it. (No script that is

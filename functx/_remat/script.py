@@ -26,6 +26,7 @@ import enum
 import functools
 import types
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -84,7 +85,7 @@ class Script:
     partly: Partly
     key: Any  # of runs that may follow it; see `forward`
     calls: list[Call]  # the log
-    steps: list[Step] | None  # the same for a follower; ``None`` where the calls do not tell all
+    steps: Sequence[Step]  # the same for a follower; empty where the calls do not tell all
     # Whether `torch.autograd.grad` was asked for a leaf that it was given; see `node`.
     has_leaves_asked: bool
     draws: bool  # whether it has drawn random numbers, or has called what may: extensions

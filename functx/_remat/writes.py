@@ -10,6 +10,7 @@ leaf. So what is written to such an input autograd does not record (a weight tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -85,7 +86,7 @@ def check_written(standins: list[Tensor], constants: list[int], made: set[int], 
         )
 
 
-def copied(standins: list[Tensor], written: list[list[int]]) -> list[Tensor]:
+def copied(standins: list[Tensor], written: Sequence[list[int]]) -> list[Tensor]:
     """The stand-ins of a replay, with memory of their own where the forward wrote."""
     standins = list(standins)
     for numbers in written:
