@@ -18,7 +18,7 @@ from torch import Tensor
 from functx import _torch
 from functx._core import tree
 from functx._policies import warn_of_unlisted_names
-from functx._remat import leaving, levels, node, saving, script
+from functx._remat import leaving, levels, node, runs, saving, script
 from functx._remat.captures import Captures
 from functx._remat.forward_follower import ForwardFollower
 from functx._remat.generators import Draws
@@ -167,10 +167,14 @@ class Forward:
                 fresh = node.attach(*args, outermost=self.outer is None)
         if n:
             leaving.check_nothing_left(captures, fresh)
-        if not (leaves or further or captures.hides or self.key is None):
-            if script.tell_all(told.calls):
-                told.steps = [*map(script.step_of, told.calls)]
-                region.scripts.add(told, self.function)
+        told.untold = script.untold_in(told.calls) or captures.hides
+        if leaves:
+            told.untold = "a leaf that no mode sees"
+        elif further:
+            told.untold = "a result that leaves otherwise than by return"
+        if not told.untold and self.key is not None:
+            told.steps = [*map(script.step_of, told.calls)]
+            region.scripts.add(told, self.function)
         return fresh[:n_results], further
 
     def begin_up(self, fresh: list[Tensor]) -> None:
@@ -278,25 +282,10 @@ def run(
         outer.give(results)
         outer.give_further(further)
     if observers.of_runs:
-        said = _how_it_ran(region, outer, follower, key)
+        said = runs.how_it_ran(region, function, outer, follower, key)
         for callback in observers.of_runs:
             callback(options.name, said)
     return results[0] if how is None else tree.combine(results, how)
-
-
-def _how_it_ran(region: Region, outer: Any, follower: Any, key: Any) -> str:
-    """For observers: whether a run has followed a script, or why it was recorded."""
-    if follower is not None:
-        return "followed" if follower.heir is None else "departed"
-    reasons = {
-        "a pullback": region.options.is_pullback,
-        "in another region": outer is not None,
-        "with a policy": region.options.policy is not None,
-        "without a check": region.options.determinism_check == "none",
-        "in a trace or another's ledger": key is None,
-    }
-    found = [reason for reason, holds in reasons.items() if holds]
-    return f"recorded: {found[0] if found else 'no script fits'}"
 
 
 def key_of(region: Region, inputs: Inputs, tensors: list[Tensor]) -> Any:

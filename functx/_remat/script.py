@@ -30,9 +30,10 @@ from weakref import ref
 from torch import Tensor
 
 from functx._core import is_of
-from functx._remat.calls import ATOMS, DATA, INSIDE, NAMED, RETURN, Call, is_plain
+from functx._remat.calls import ATOMS, CAPTURE, DATA, INSIDE, NAMED, RETURN, Call, is_plain
 from functx._remat.cells import Wrapper
 from functx._remat.ledger import Ran
+from functx._torch import process_patches
 
 _FOLLOWED = {RETURN, DATA, NAMED}  # calls of no function that a follower knows
 
@@ -62,13 +63,14 @@ class Script:
 
     __slots__ = (
         *("calls", "draws", "has_leaves_asked", "key", "kinds", "made", "nodes", "partly", "places", "ran"),
-        *("requiring", "results", "serial", "steps"),
+        *("requiring", "results", "serial", "steps", "untold"),
     )
     # Whether it has begun with another script; and has been followed from start to end since.
     partly: Partly
     key: Any  # of runs that may follow it; see `forward`
     calls: list[Call]  # the log
     steps: list[Step] | None  # the same for a follower; ``None`` where the calls do not tell all
+    untold: str  # what they do not tell, for observers
     # Whether `torch.autograd.grad` was asked for a leaf that it was given; see `node`.
     has_leaves_asked: bool
     draws: bool  # whether it has drawn random numbers, or has called what may: extensions
@@ -83,14 +85,18 @@ class Script:
     requiring: list[list[int]]
 
 
-def tell_all(calls: list[Call]) -> bool:
-    """Whether a later run can follow such calls."""
+def untold_in(calls: list[Call]) -> str:
+    """What a later run can't follow in such calls; nothing if it can."""
     for call in calls:
+        if call.inner is not None or call.func == CAPTURE:
+            return "a region inside"
+        if call.func == process_patches.APPLY:
+            return "a custom Function"
         if isinstance(call.func, str) and call.func not in _FOLLOWED:
-            return False
-        if INSIDE in call.given or call.further:
-            return False
-    return True
+            return "a transform inside"
+        if INSIDE in call.given:
+            return "an operand that no call has made"
+    return ""
 
 
 def step_of(call: Call) -> Step:
