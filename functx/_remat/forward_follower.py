@@ -75,7 +75,8 @@ class ForwardFollower(Follower):
         results = self.returns(out)
         while results is None and self._another():
             results = self.returns(out)
-        if results is None or _torch.next_sequence_number() - self.first_node != script.nodes:
+        nodes = _torch.next_sequence_number() - self.first_node - inputs.nodes
+        if results is None or nodes != script.nodes:
             if results is not None:  # autograd knows of something else
                 self.at -= 1
             self.hand_over()
@@ -89,7 +90,7 @@ class ForwardFollower(Follower):
         region.script, region.slots, region.left_behind = script, inputs.slots, self.refs
         if self.changed:
             region.changed = self.changed
-        if self.writes is not None:
+        if self.writes is not None and inputs.lowest <= len(inputs.frames):
             region.written = self.writes.inputs_written()
             self.writes.put_before()
         if script.partly is Partly.YES and self.follows_whole:
@@ -102,6 +103,8 @@ class ForwardFollower(Follower):
     def at_the_base(self, results: list[Tensor]) -> list[Tensor]:
         """The results at the base level, on their node."""
         region, inputs = self.region, self.inputs
+        if inputs.lowest:  # nobody differentiates them
+            return results
         required, fresh = [], []
         for t in results:
             required.append(t.requires_grad and (t.grad_fn is not None or id(t) in inputs.leaves))
@@ -281,6 +284,8 @@ class ForwardFollower(Follower):
         while self.others:
             script = self.others.pop(0)
             if script.steps[:at] == self.steps[:at] and script.kinds[:n] == self.inputs.kinds:
+                if script.draws:
+                    self._note_draws()
                 self.script, self.steps, self.kinds = script, script.steps, script.kinds
                 self.refs += [None] * (script.serial + 1 - len(self.refs))
                 self.follows_whole = at == 0
@@ -293,10 +298,8 @@ class ForwardFollower(Follower):
                 f"{self.region.title} makes other calls than in its last run, in a dispatch mode "
                 "that it has entered. Enter the mode outside of the region."
             )
-        region, options = self.region, self.region.options
-        if region.draws is None and options.preserve_rng_state:  # nothing has been drawn so far
-            region.draws = Draws(self.standins, python=options.preserve_rng_state == "all")
-        record = Record(region.draws)
+        self._note_draws()
+        record = Record(self.region.draws)
         heir = self.heir = Captures(self.region, self.inputs, record, None, self.first_node)
         heir.take_over(self)
         if self.writes is None:
@@ -304,6 +307,12 @@ class ForwardFollower(Follower):
         record.writes = self.writes
         heir.begin()
         return heir
+
+    def _note_draws(self) -> None:
+        """Random numbers may be drawn from here on; so far there are none."""
+        region, preserved = self.region, self.region.options.preserve_rng_state
+        if region.draws is None and preserved:
+            region.draws = Draws(self.standins, python=preserved == "all")
 
     # -- the end
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
@@ -87,6 +88,11 @@ def _is_asked(node: Any, script: Script) -> bool:
     except RuntimeError:  # torch's, of a leaf that `torch.autograd.grad` is asked for
         script.has_leaves_asked = True  # see NOTE [leaves asked for]
         return True
+
+
+def _is_dense_leaf(t: Tensor) -> bool:
+    """Whether a leaf can have a view: sparse ones can't."""
+    return t.grad_fn is None and t.layout is torch.strided
 
 
 def _sharing(results: list[Tensor], inputs: Inputs, n: int) -> list[Tensor]:
@@ -160,7 +166,7 @@ def attach(
     apply = RegionNode.apply
     if _torch.peek_interpreter() is None:
         if region.script.has_leaves_asked and len(tracked) > 1:
-            tracked = [t.view_as(t) if t.grad_fn is None else t for t in tracked]
+            tracked = [t.view_as(t) if _is_dense_leaf(t) else t for t in tracked]
         got = apply(payload, tuple(behind), saved, *tracked)
     else:
         got = _torch.apply_at_level(apply, payload, tuple(behind), saved, *tracked)

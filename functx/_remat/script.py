@@ -62,8 +62,8 @@ class Script:
     """What one run has told."""
 
     __slots__ = (
-        *("calls", "draws", "has_leaves_asked", "key", "kinds", "made", "nodes", "partly", "places", "ran"),
-        *("requiring", "results", "serial", "steps", "untold"),
+        *("calls", "draws", "has_leaves_asked", "key", "kinds", "made", "nodes", "partly"),
+        *("places", "ran", "requiring", "results", "serial", "steps", "untold"),
     )
     # Whether it has begun with another script; and has been followed from start to end since.
     partly: Partly
@@ -201,6 +201,10 @@ def _identify(x: Any, parts: list[Any], seen: set[int]) -> None:
         _identify(x.function, parts, seen)
     elif kind is types.BuiltinFunctionType:  # a function of C, or a method: ``x.mul`` holds ``x``
         parts += x.__qualname__, _part(x.__self__)
+    elif kind is tuple and not is_plain(x):  # of tensors, say
+        parts.append(len(x))
+        for inner in x:
+            _identify(inner, parts, seen)
     else:
         parts.append(_part(x))
 
