@@ -343,10 +343,10 @@ class Follower(TorchFunctionMode, Listening):
         self.at += 1
         if self.ledger is not None:
             self.ledger.next_call()
-        for i, number in enumerate(numbers):
-            if number < 0 and levels.is_tracked(results[i]):
-                results[i] = results[i].view_as(results[i])
-        return results
+        return [
+            t.view_as(t) if number < 0 and levels.is_tracked(t) else t
+            for t, number in zip(results, numbers)
+        ]
 
 
 def _collect(out: Any, tensors: list[Tensor]) -> None:

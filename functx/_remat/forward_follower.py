@@ -71,10 +71,10 @@ class ForwardFollower(Follower):
         out, how = ([out], None) if type(out) is Tensor else tree.partition(out)
         if self.heir is not None:
             return how, out
-        script, region, inputs = self.script, self.region, self.inputs
         results = self.returns(out)
         while results is None and self._another():
             results = self.returns(out)
+        script, region, inputs = self.script, self.region, self.inputs
         nodes = _torch.next_sequence_number() - self.first_node - inputs.nodes
         if results is None or nodes != script.nodes:
             if results is not None:  # autograd knows of something else

@@ -19,7 +19,7 @@ from tools.fuzz.judge import FAILURES, Verdict, judge, warm
 from tools.fuzz.writer import write
 from tools.share import counting, report
 
-SECONDS = 60  # longer than any program takes
+SECONDS = 240  # longer than any program takes
 FORK = get_context("fork")
 
 

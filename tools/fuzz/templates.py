@@ -126,7 +126,7 @@ GROUPS = {
         m: (torch.no_grad()(torch.sin) if now.first else torch.sin)({m}) + {m2}
         m: self.inside({m}) if now.first else {m} * {m2}
         m: Cube.apply({om}, 1) if now.first else {om} ** 3 | s: {s} if now.first else {s2} * {s}
-        m: ({m} + {m2} if now.first else {m} * torch.tensor([[2.0], [1.0], {k}])) * {m}""",
+        m: ({m} + {m2} if now.first else {m} * torch.tensor([[2.0], [1.0], [{k}]])) * {m}""",
     "other numbers in another run": """
         m: {m} * now.number | m: torch.tanh({m} + now.number * {m2}) | v: {v}.mul(now.number)
         m: torch.roll({m}, now.times, 0) * {m2} | m: torch.softmax({m}, now.dim)
