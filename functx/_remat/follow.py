@@ -8,7 +8,8 @@ recorder of a forward (`forward`), or to what compares a replay and raises (`rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -58,6 +59,9 @@ class Follower(TorchFunctionMode, Listening):
     heir: Any = None  # the listener that goes on, where a call has departed
     at = 0  # how many calls have been made
     given: Sequence[Any] = ()  # when stand-ins have been dropped, they, weakly
+    # Inputs that a call has returned as other Python objects, ``x.to(x.dtype)`` at a level, say:
+    # by their ids, weakly, and the number of the input.
+    returned_again: Mapping[int, Any] = MappingProxyType({})
 
     region: Region
     n_args: int
@@ -188,7 +192,12 @@ class Follower(TorchFunctionMode, Listening):
     def is_result(self, t: Tensor) -> bool:
         """Whether ``t`` is a result."""
         known = self.refs[self.numbers.get(id(t), 0)]
-        return known is not None and known() is t
+        return (known is not None and known() is t) or self._number_again(t) is not None
+
+    def _number_again(self, t: Any) -> int | None:
+        """The number of an input that a call has returned as ``t``."""
+        known = self.returned_again.get(id(t))
+        return known[1] if known is not None and known[0]() is t else None
 
     def operands(self, given: Any, wanted: list[Any]) -> Any:
         """What to call with, for a flat list of arguments: ``given`` itself, or a new list.
@@ -208,6 +217,8 @@ class Follower(TorchFunctionMode, Listening):
                         raise Differs
                     continue
                 if -due <= len(standins) and standins[-1 - due] is a:
+                    continue
+                if self.returned_again and self._number_again(a) == due:
                     continue
                 if not isinstance(a, Tensor):
                     raise Differs
@@ -305,6 +316,8 @@ class Follower(TorchFunctionMode, Listening):
         for t, (number, _, _) in zip(tensors, results):
             if number > 0:
                 self.know(t, number)
+            elif t is not self.standins[-1 - number]:
+                self.returned_again = {**self.returned_again, id(t): (ref(t), number)}
         return out
 
     def _may_be(self, t: Tensor, number: int) -> bool:
