@@ -28,7 +28,9 @@ def report(runs):
     """A table, of counts that may come from several processes."""
     later = {how: n for how, n in runs.items() if how != FIRST}
     single = {how: n for how, n in later.items() if how not in ASIDE}
-    lines = [f"{sum(runs.values())} runs of regions, of which {sum(later.values())} are later ones."]
+    lines = [
+        f"{sum(runs.values())} runs of regions, of which {sum(later.values())} are later ones."
+    ]
     for name, of in (
         ("of all later runs", later),
         ("of those without policy, nest and second derivative", single),

@@ -123,7 +123,9 @@ class Forward:
 
     # -- the end: let go of the tape, and hang the results on nodes
 
-    def finish(self, results: list[Tensor], nodes: int) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
+    def finish(
+        self, results: list[Tensor], nodes: int
+    ) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
         """The results on nodes, level by level, and further ones."""
         region, inputs, captures = self.region, self.inputs, self.listener
         frames, n, lowest = region.frames, len(region.frames), inputs.lowest
@@ -134,7 +136,10 @@ class Forward:
         leaves = captures.leaves_unseen([t for values in parts.values() for t in values])
         ran = captures.leave_out([*results, *parts[lowest]])
         kept = [] if region.kept is None else region.kept.take()
-        self.writes, region.written = captures.record.writes, captures.record.writes.inputs_written()
+        self.writes, region.written = (
+            captures.record.writes,
+            captures.record.writes.inputs_written(),
+        )
         self.writes.put_before()
         required = {k: node.required_of(parts[k], k, inputs) for k in range(lowest, n + 1)}
         told = self.told(ran, nodes)
@@ -150,7 +155,9 @@ class Forward:
             inputs.reached = None  # of these nothing is known
             fresh += [t for _, t in further]
             required[0] += [True] * len(further)
-        made = captures.record.has_made  # (nn.Parameter(...) is not shown: such a leaf is made anew)
+        made = (
+            captures.record.has_made
+        )  # (nn.Parameter(...) is not shown: such a leaf is made anew)
         region.leaves = [ref(t) for t in leaves if not made(_torch.storage_of(t))]
         self.begin_up(fresh)
         for k in range(lowest, n + 1):

@@ -48,7 +48,11 @@ class RegionNode(_torch.SingleLevelFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, payload: Payload, outs: tuple[Tensor, ...], saved: list[Tensor], *requiring: Tensor
+        ctx: Any,
+        payload: Payload,
+        outs: tuple[Tensor, ...],
+        saved: list[Tensor],
+        *requiring: Tensor,
     ) -> Any:
         ctx.payload = payload
         ctx.set_materialize_grads(False)

@@ -87,7 +87,9 @@ def main():
     if args.json:
         counts = collections.Counter(v.outcome for v in found.values())
         wrong = {n: asdict(v) for n, v in failures.items()}
-        args.json.write_text(json.dumps({"counts": counts, "failures": wrong, "runs": runs}, indent=1))
+        args.json.write_text(
+            json.dumps({"counts": counts, "failures": wrong, "runs": runs}, indent=1)
+        )
     return int(bool(failures))
 
 
