@@ -144,9 +144,7 @@ class Record(Ledger):
         self.starts = [0]  # where in `entries` each call begins
         self.written: list[int] = []  # memory of inputs that this call has written
         self.writes: Any = None  # told before memory is written that is not the region's
-        self.draws_now = self.writes_now = (
-            False  # this call draws, or writes to what it has not made
-        )
+        self.draws_now = self.writes_now = False  # this call draws, or writes to what it has not made
         self.has_foreign = False  # an operator of an extension has run
         self.followed = 0  # how many entries are those of a script that the run began with
         self.blind = False  # code has run that no mode sees

@@ -1,6 +1,6 @@
 """Later runs of a region follow the script of the first one, and are right all the same."""
 
-import contextlib
+import functools
 import gc
 from types import SimpleNamespace
 
@@ -298,7 +298,7 @@ def test_scripts_are_few_and_hold_no_tensor():
     todo, seen = scripts, set()
     while todo:
         x = todo.pop()
-        if id(x) in seen or type(x).__module__ == "builtins" and callable(x):
+        if id(x) in seen or (type(x).__module__ == "builtins" and callable(x)):
             continue
         seen.add(id(x))
         assert not isinstance(x, torch.Tensor)
@@ -472,3 +472,127 @@ def test_a_run_that_departs_makes_each_call_once(name):
         assert forward[op] == plain[op], op
     for op in {*backward} - ENGINE:
         assert backward[op] <= plain[op] + plain_backward[op] + 1, op
+
+
+# -- runs of kinds of their own
+
+
+def all_follow(region, run, runs=3):
+    """After the first."""
+    with how_regions_run() as how:
+        found = [run(region) for _ in range(runs)]
+    own = [h for h in how if h != "recorded: a pullback"]
+    assert own == ["recorded: the first run"] + ["followed"] * (runs - 1)
+    return found
+
+
+WEIGHT = numbers(3, 3, start=2.0).requires_grad_()
+KINDS = {
+    "that returns an input as another object": lambda x: x.to(x.dtype).sin().exp() * x.contiguous(),
+    "of captured parameters": lambda x: F.linear(x, WEIGHT).tanh(),
+    "of what is not differentiated": lambda x: x.detach().sin() + x.round(),
+    "that returns its argument": lambda x: (x.sin(), x)[1],
+}
+
+
+@pytest.mark.parametrize("level", ["jvp", "grad", "vmap(grad)", "jvp(grad)"])
+@pytest.mark.parametrize("name", KINDS)
+def test_later_runs_follow_a_region(name, level):
+    f = KINDS[name]
+    run = lambda f: LEVELS[level](lambda x: (f(x) * x).sum(), X.clone())
+    for found in all_follow(functx.remat(f), run):
+        same(found, run(f))
+
+
+def test_a_region_of_which_nothing_is_differentiated_returns_what_the_function_returns():
+    region = functx.remat(lambda x: (x, x.sin()))
+    for same_one, sine in all_follow(region, lambda region: region(X)):
+        assert same_one is X
+        assert not sine.requires_grad
+
+
+def test_what_is_not_differentiated_may_write_in_forward_mode():
+    def f(x, y):
+        y = y.clone()
+        return y.mul_(2) + x.detach().add_(1)
+
+    program = lambda f: functx.jvp(lambda x: f(x, x), (X.clone(),), (X,))
+    for found in all_follow(functx.remat(f), program):
+        same(found, program(f))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_sparse_leaf_may_be_asked_for_in_each_run():
+    def run(region):
+        a, x = numbers(3, 3).to_sparse_csr().requires_grad_(), numbers(3, 2).requires_grad_()
+        return torch.autograd.grad(region(a, x).sum(), [x])
+
+    f = lambda a, x: torch.mm(a, x).sin()
+    for found in all_follow(functx.remat(f), run):
+        same(found, run(f))
+
+
+def test_a_partial_of_tuples_of_tensors_follows_also_where_it_is_made_anew():
+    """As transformers calls its checkpoints: with what all layers share as keywords."""
+
+    def layer(x, pair=None):
+        return (x * pair[0]).sin() * pair[1]
+
+    def run(_):
+        x = X.clone().requires_grad_()
+        out = functx.checkpoint(functools.partial(layer, pair=(Y, Y.cos())), x, use_reentrant=False)
+        return torch.autograd.grad(out.sum(), x)
+
+    all_follow(None, run)
+
+
+@pytest.mark.parametrize("level", ["backward", "grad", "jvp(grad)"])
+@pytest.mark.parametrize("returned", [lambda x: x.to(x.dtype), lambda x: x.contiguous()])
+def test_a_run_that_departs_after_a_call_that_returns_an_input_is_right(level, returned):
+    """What follows has numbers of its own, and not those of inputs."""
+
+    def f(x, y):
+        z = returned(y)
+        a = (z.cos() if now.other else z.sin()) * x
+        b = (a.exp() if now.other else a.tanh()) * y
+        return a * b + x.sin()
+
+    expected, found = [], []
+    for results, one in ((expected, f), (found, functx.remat(f))):
+        for now.other in (False, False, True, True, False):
+            results.append(LEVELS[level](lambda x, one=one: one(x.cos(), x.exp()).sum(), X))
+    now.other = False
+    same(found, expected)
+
+
+@pytest.mark.parametrize("generator", [None, GENERATOR])
+@pytest.mark.parametrize("level", ["backward", "grad"])
+def test_a_draw_of_the_script_that_is_tried_second_is_drawn_again(level, generator):
+    """The one that was followed last draws nothing."""
+
+    def f(x):
+        return x.exp() if now.other else x.exp() * torch.rand(3, dtype=x.dtype, generator=generator)
+
+    found = []
+    for one in (f, functx.remat(f)):
+        torch.manual_seed(0)
+        GENERATOR.manual_seed(1)
+        for now.other in (False, True, False, True, False):
+            found.append(LEVELS[level](lambda x, one=one: one(x.sin()).sum(), X))
+    now.other = False
+    same(found[5:], found[:5])
+
+
+def test_the_script_that_fits_at_the_return_is_the_one_that_the_replay_compares_with():
+    def f(x):
+        y = sum(x.unbind()[: 3 if now.other else 2])
+        return y, x, y
+
+    region, found, expected = functx.remat(f), [], []
+    for now.other in (False, False, True, False, True):
+        for results, one in ((found, region), (expected, f)):
+            x = X.clone().requires_grad_()
+            y, z, w = one(x)
+            results.append(torch.autograd.grad((y * 2 + z.sin() + w).sum(), x))
+    now.other = False
+    same(found, expected)
