@@ -489,6 +489,9 @@ def all_follow(region, run, runs=3):
 WEIGHT = numbers(3, 3, start=2.0).requires_grad_()
 KINDS = {
     "that returns an input as another object": lambda x: x.to(x.dtype).sin().exp() * x.contiguous(),
+    "that returns a captured parameter as another object": lambda x: (
+        WEIGHT.to(WEIGHT.dtype).sin().sum(0) * x
+    ),
     "of captured parameters": lambda x: F.linear(x, WEIGHT).tanh(),
     "of what is not differentiated": lambda x: x.detach().sin() + x.round(),
     "that returns its argument": lambda x: (x.sin(), x)[1],
@@ -502,6 +505,24 @@ def test_later_runs_follow_a_region(name, level):
     run = lambda f: LEVELS[level](lambda x: (f(x) * x).sum(), X.clone())
     for found in all_follow(functx.remat(f), run):
         same(found, run(f))
+
+
+def test_regions_of_one_code_with_captured_tensors_of_two_kinds_follow_in_forward_mode():
+    """A script of other inputs is tried first, and stand-ins are on the tape there, too."""
+    scale = numbers(3, 3, start=5.0)
+
+    def f(w):
+        return lambda x: functx.jvp(functx.remat(lambda x: (x * w).sin()), (x,), (x.cos(),))[1]
+
+    def run():
+        x = X.clone().requires_grad_()
+        return [torch.autograd.grad(f(w)(x).sum(), x) for w in (WEIGHT, scale)]
+
+    with how_regions_run() as how:
+        found = [run() for _ in range(4)]
+    assert how[4:] == ["followed"] * 4
+    for one in found:
+        same(one, found[0])
 
 
 def test_a_region_of_which_nothing_is_differentiated_returns_what_the_function_returns():
@@ -589,10 +610,12 @@ def test_the_script_that_fits_at_the_return_is_the_one_that_the_replay_compares_
         return y, x, y
 
     region, found, expected = functx.remat(f), [], []
-    for now.other in (False, False, True, False, True):
-        for results, one in ((found, region), (expected, f)):
-            x = X.clone().requires_grad_()
-            y, z, w = one(x)
-            results.append(torch.autograd.grad((y * 2 + z.sin() + w).sum(), x))
+    with how_regions_run() as how:
+        for now.other in (False, False, True, False, True):
+            for results, one in ((found, region), (expected, f)):
+                x = X.clone().requires_grad_()
+                y, z, w = one(x)
+                results.append(torch.autograd.grad((y * 2 + z.sin() + w).sum(), x))
     now.other = False
     same(found, expected)
+    assert how[3:] == ["followed"] * 2
