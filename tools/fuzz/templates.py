@@ -130,7 +130,8 @@ GROUPS = {
     "other numbers in another run": """
         m: {m} * now.number | m: torch.tanh({m} + now.number * {m2}) | v: {v}.mul(now.number)
         m: torch.roll({m}, now.times, 0) * {m2} | m: torch.softmax({m}, now.dim)
-        m: torch.addcmul({m}, {m2}, {m}, value=now.number) | m: {m}.masked_fill({m2} > 0, now.number)
+        m: torch.addcmul({m}, {m2}, {m}, value=now.number)
+        m: {m}.masked_fill({m2} > 0, now.number)
         m: {out} = {m}.clone(); {out}.mul_(now.number) | v: {m}.select(now.dim, 1)""",
     "other shapes in another run": """
         m: {m}[: now.times].sum(0) + {m2} | v: torch.arange(3, dtype=now.dtype) * {v}
@@ -138,7 +139,8 @@ GROUPS = {
         v: sum({m}.unbind(0)[: now.times]) | m: {v}[:, None].expand(now.expand) * {m}""",
     "other tensors in another run": """
         m: {m} * now.tensor | m: torch.sin(now.tensor + {m}) @ {m2} | v: {v} * now.tensor[1]
-        v: now.vector * {v} + {v2} | m: ({m} if now.first else {m2}) * {m2} | v: now.vector + {m}[0]""",
+        v: now.vector * {v} + {v2} | v: now.vector + {m}[0]
+        m: ({m} if now.first else {m2}) * {m2}""",
     "other draws in another run": """
         m: F.dropout({m}, 0.4, training=now.first) | m: F.dropout({m}, now.rate) * {m2}
         m: self.dropout({m}) + {m2} | v: {v} * torch.rand(3) if now.first else {v}

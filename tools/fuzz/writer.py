@@ -60,9 +60,9 @@ def function(name, parameters, body, result, region, call, target, after=()):
 class Program:
     """A function of a matrix and a vector, transforms and regions around it, the innermost first.
 
-    ``end`` says how the result is differentiated outside of them (`judge.finish`), ``runs`` which of
-    its runs find the world as the first one does (`world.change`), ``may_refuse`` that rule 4 may
-    refuse it, ``loose`` that half precision is differentiated more than once.
+    ``end`` says how the result is differentiated outside of them (`judge.finish`), ``runs`` which
+    of its runs find the world as the first one does (`world.change`), ``may_refuse`` that rule 4
+    may refuse it, ``loose`` that half precision is differentiated more than once.
     """
 
     body: list[str]
