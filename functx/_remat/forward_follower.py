@@ -166,8 +166,10 @@ class ForwardFollower(Follower):
                 raise Differs
             return standins[k]
         inputs = self.inputs
+        if inputs.leaves.get(id(t)) is t:  # a stand-in: an argument where the script has a capture
+            raise Differs
         if inputs.frames or t.grad_fn is not None or t._is_view():
-            if not self._is_foreign(t):
+            if any([t is s for s in standins]) or not self._is_foreign(t):
                 raise Differs
             standin = self._admitted(levels.alive(t), k)
         else:  # a leaf or a constant, at the base level: the most frequent case

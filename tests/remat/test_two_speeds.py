@@ -310,6 +310,7 @@ def test_scripts_are_few_and_hold_no_tensor():
 
 now = SimpleNamespace(other=False)
 GENERATOR = torch.Generator()
+LEAF = numbers(3, start=3.0).requires_grad_()
 BUFFER = torch.zeros(3, dtype=torch.float64)
 MASKS = torch.tensor([True, False, True]), torch.tensor([True, True, True])
 library = torch.library.Library("functx_two_speeds", "DEF")
@@ -357,6 +358,14 @@ def without_grad(x):
     return x.sin() * y
 
 
+def an_argument(x):
+    return (x * (x if now.other else LEAF)).sin() * x.exp()
+
+
+def a_captured_tensor(x):
+    return (x * (LEAF if now.other else x)).sin() * x.exp()
+
+
 DEPARTURES = {
     "at the first call": lambda x: (x.cos() if now.other else x.sin()).exp() * Y,
     "at a middle call": lambda x: torch.exp(x.sin().cos() if now.other else x.sin().exp()).cos(),
@@ -376,6 +385,8 @@ DEPARTURES = {
     "by a write": by_a_write,
     "by a write to a captured tensor": by_a_write_to_a_captured_tensor,
     "by a captured tensor that is a result now": another_result,
+    "by an argument in the place of a captured tensor": an_argument,
+    "by a captured tensor in the place of an argument": a_captured_tensor,
     "by the grad mode": without_grad,
     "by a draw": lambda x: x.sin() * (torch.rand(3, dtype=x.dtype) if now.other else Y),
     "by a draw less": lambda x: x.sin() * (Y if now.other else torch.rand(3, dtype=x.dtype)),
@@ -436,7 +447,8 @@ def test_a_run_that_departs_is_right(name, level, order):
                 run = lambda region=region: LEVELS[level](loss_of(region), X.clone())
                 results.append(run())
                 results += [torch.get_rng_state(), GENERATOR.get_state(), BUFFER.clone()]
-                results += kept_bytes(run)
+                held, left = kept_bytes(run)
+                results += [left, None if "place of" in name else held]  # (there, a tape)
         found[remat] = results
     now.other = False
     same(found[functx.remat], found[identity])
