@@ -59,8 +59,7 @@ class Captures(Listener):
         self.made: set[int] = set()  # inputs that are made of data
         # Inputs that nobody differentiates:
         self.constants = [i for i, t in enumerate(self.standins) if not levels.is_tracked(t)]
-        # Something that no call tells has run: a later run can't follow this one.
-        self.hides = False
+        self.hides = ""  # what has run that no call tells: a later run can't follow this one
         self.modes = _modes_entered()
         self.first_node = first_node
 
@@ -103,7 +102,7 @@ class Captures(Listener):
         inputs, reached = self.inputs, set[Any](self.inputs.reached or ())
         for node in tape_of(results, self.first_node):
             if isinstance(node, BackwardCFunction):
-                self.hides = True  # what it is given
+                self.hides = "a custom Function"  # what it is given
                 for ledger in () if hasattr(node, "payload") else self.ledgers:
                     ledger.blind = True  # (no mode is told what a custom Function reads)
             leaf = getattr(node, "variable", None)
@@ -147,8 +146,11 @@ class Captures(Listener):
 
     def log(self, call: Call) -> Call | None:
         record = self.record
-        self.hides = self.hides or record.draws_now or record.writes_now
-        self.hides = self.hides or _modes_entered() != self.modes
+        if not self.hides:
+            if record.draws_now or record.writes_now:
+                self.hides = "a draw or a write beside the calls"
+            elif _modes_entered() != self.modes:
+                self.hides = "a dispatch mode that it enters"
         return super().log(call)
 
     def give(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -233,7 +235,8 @@ class Captures(Listener):
     # -- calls
 
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
-        self.hides = self.hides or func in ENGINE
+        if func in ENGINE:
+            self.hides = "a call of the engine"
         if func in _SPECIAL:
             self._special(call, func, args, kwargs)
         if self.asked:

@@ -11,7 +11,7 @@ where a generator would read better, attributes of the class for what is rarely 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from weakref import ref
@@ -68,6 +68,9 @@ class Follower(TorchFunctionMode, Listening):
     heir: Any = None  # the listener that goes on, where a call has departed
     at = 0  # how many calls have been made
     given: Sequence[Any] = ()  # when stand-ins have been dropped, they, weakly
+    # Inputs that a call has returned as other Python objects, ``x.to(x.dtype)`` at a level, say:
+    # by their ids, weakly, and the number of the input.
+    returned_again: Mapping[int, Any] = MappingProxyType({})
 
     region: Region
     n_args: int
@@ -203,7 +206,12 @@ class Follower(TorchFunctionMode, Listening):
     def is_result(self, t: Tensor) -> bool:
         """Whether ``t`` is a result."""
         known = self.refs[self.numbers.get(id(t), 0)]
-        return known is not None and known() is t
+        return (known is not None and known() is t) or self._number_again(t) is not None
+
+    def _number_again(self, t: Any) -> int | None:
+        """The number of an input that a call has returned as ``t``."""
+        known = self.returned_again.get(id(t))
+        return known[1] if known is not None and known[0]() is t else None
 
     def operands(self, given: Any, wanted: list[Any]) -> Any:
         """What to call with, for a flat list of arguments: ``given`` itself, or a new list.
@@ -223,6 +231,8 @@ class Follower(TorchFunctionMode, Listening):
                         raise Differs
                     continue
                 if -due <= len(standins) and standins[-1 - due] is a:
+                    continue
+                if self.returned_again and self._number_again(a) == due:
                     continue
                 if not isinstance(a, Tensor):
                     raise Differs
@@ -314,6 +324,8 @@ class Follower(TorchFunctionMode, Listening):
         for t, (number, _, _) in zip(tensors, results):
             if number > 0:
                 self.know(t, number)
+            elif t is not self.standins[-1 - number]:
+                self.returned_again = {**self.returned_again, id(t): (ref(t), number)}
         return out
 
     def _may_be(self, t: Tensor, number: int) -> bool:
@@ -358,10 +370,10 @@ class Follower(TorchFunctionMode, Listening):
         self.at, self.due = self.at + 1, NO_STEP
         if self.ledger is not None:
             self.ledger.next_call()
-        for i, number in enumerate(numbers):
-            if number < 0 and levels.is_tracked(results[i]):
-                results[i] = results[i].view_as(results[i])
-        return results
+        return [
+            t.view_as(t) if number < 0 and levels.is_tracked(t) else t
+            for t, number in zip(results, numbers)
+        ]
 
 
 class ForwardFollower(Follower):
@@ -395,11 +407,14 @@ class ForwardFollower(Follower):
         self.foreign: dict[int, Tensor] = {}  # by the number of an input, what was captured
         if inputs is not None:
             self.values, self.standins = inputs.values[0], inputs.standins
+            self.leaves = inputs.leaves.keys()
             return
+        self.leaves: Any = set()  # the ids of stand-ins that are leaves
         self.values, self.standins = tensors, []
         for t in tensors:
             if t.requires_grad:
                 t = (levels.detached(t) if self.modes else t.detach()).requires_grad_()
+                self.leaves.add(id(t))
             self.standins.append(t)
         if any(map(torch.is_inference, tensors)):
             self.all_inputs()
@@ -426,11 +441,14 @@ class ForwardFollower(Follower):
         out, how = ([out], None) if type(out) is Tensor else tree.partition(out)
         if self.heir is not None:
             return how, out
-        script, region = self.script, self.region
         results = self.returns(out)
         while results is None and self._another():
             results = self.returns(out)
-        if results is None or _torch.next_sequence_number() - self.first_node != script.nodes:
+        script, region = self.script, self.region
+        nodes = _torch.next_sequence_number() - self.first_node
+        if self.inputs is not None:
+            nodes -= self.inputs.nodes
+        if results is None or nodes != script.nodes:
             if results is not None:  # autograd knows of something else
                 self.at -= 1
             self.hand_over()
@@ -526,8 +544,10 @@ class ForwardFollower(Follower):
                 raise Differs
             return standins[k]
         inputs = self.inputs
+        if id(t) in self.leaves and any(t is standin for standin in standins):
+            raise Differs  # an argument, where the script has a capture
         if self.depth or t.grad_fn is not None or t._is_view():
-            if not self._is_foreign(t):
+            if any(t is standin for standin in standins) or not self._is_foreign(t):
                 raise Differs
             standin = self._admitted(levels.alive(t), k)
         else:  # a leaf or a constant, at the base level: the most frequent case
@@ -542,6 +562,7 @@ class ForwardFollower(Follower):
                 standin = t
                 if t.requires_grad:
                     standin = (levels.detached(t) if self.modes else t.detach()).requires_grad_()
+                    self.leaves.add(id(standin))
                 standins.append(standin)
         self.foreign[k] = t
         return standin
@@ -651,6 +672,8 @@ class ForwardFollower(Follower):
         while self.others:
             script = self.others.pop(0)
             if script.steps[:at] == self.steps[:at] and script.kinds[:n] == self.all_inputs().kinds:
+                if script.draws:
+                    self._note_draws()
                 self.script, self.steps, self.kinds = script, script.steps, script.kinds
                 self.due = script.steps[at]
                 self.refs += [None] * (script.serial + 1 - len(self.refs))
@@ -664,10 +687,8 @@ class ForwardFollower(Follower):
                 f"{self.region.title} makes other calls than in its last run, in a dispatch mode "
                 "that it has entered. Enter the mode outside of the region."
             )
-        region, options = self.region, self.region.options
-        if region.draws is None and options.preserve_rng_state:  # nothing has been drawn so far
-            region.draws = Draws(self.standins, python=options.preserve_rng_state == "all")
-        record = Record(region.draws)
+        self._note_draws()
+        record = Record(self.region.draws)
         heir = self.heir = Captures(self.region, self.all_inputs(), record, None, self.first_node)
         self.due = NO_STEP
         heir.take_over(self)
@@ -676,6 +697,12 @@ class ForwardFollower(Follower):
         record.writes = self.writes
         heir.begin()
         return heir
+
+    def _note_draws(self) -> None:
+        """Random numbers may be drawn from here on; so far there are none."""
+        region, preserved = self.region, self.region.options.preserve_rng_state
+        if region.draws is None and preserved:
+            region.draws = Draws(self.standins, python=preserved == "all")
 
     # -- the end
 

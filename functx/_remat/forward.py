@@ -18,7 +18,7 @@ from torch import Tensor
 from functx import _torch
 from functx._core import tree
 from functx._policies import warn_of_unlisted_names
-from functx._remat import leaving, levels, node, saving, script
+from functx._remat import leaving, levels, node, runs, saving, script
 from functx._remat.captures import Captures
 from functx._remat.follow import ForwardFollower
 from functx._remat.generators import Draws
@@ -103,8 +103,11 @@ class Forward:
         if not n and any(t.requires_grad for t in results):
             inputs.lowest = 0  # if only a leaf is differentiated that no mode has seen
         further: list[tuple[int, Tensor]] = []
-        if inputs.lowest <= n:  # else nobody differentiates it
-            results, further = self.finish(results)
+        nodes = _torch.next_sequence_number() - self.first_node - inputs.nodes
+        if inputs.lowest <= n:
+            results, further = self.finish(results, nodes)
+        elif self.key is not None:  # nobody differentiates it, nor later runs of its kinds
+            self.leave_script(self.told(captures.leave_out(results), nodes))
         return [results[i] for i in self.places], further
 
     def recorder(self) -> Captures:
@@ -121,7 +124,9 @@ class Forward:
 
     # -- the end: let go of the tape, and hang the results on nodes
 
-    def finish(self, results: list[Tensor]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
+    def finish(
+        self, results: list[Tensor], nodes: int
+    ) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
         """The results on nodes, level by level, and further ones."""
         region, inputs, captures = self.region, self.inputs, self.listener
         frames, n, lowest = region.frames, len(region.frames), inputs.lowest
@@ -129,7 +134,6 @@ class Forward:
         parts, slots = {n: results}, {}
         for k in range(n, lowest, -1):
             parts[k - 1], slots[k] = frames[k - 1].lower_all(parts[k], k)
-        nodes = _torch.next_sequence_number() - self.first_node
         leaves = captures.leaves_unseen([t for values in parts.values() for t in values])
         ran = captures.leave_out([*results, *parts[lowest]])
         kept = [] if region.kept is None else region.kept.take()
@@ -139,14 +143,7 @@ class Forward:
         )
         self.writes.put_before()
         required = {k: node.required_of(parts[k], k, inputs) for k in range(lowest, n + 1)}
-        told = region.script = Script()
-        told.calls, told.key, told.kinds = captures.calls, self.key, inputs.kinds
-        told.made, told.results, told.places = captures.made, self.results, self.places
-        told.ran, told.nodes, told.serial, told.slots = ran, nodes, captures.serial, inputs.slots
-        told.draws = region.draws is not None or captures.record.has_foreign
-        told.partly = Partly.YES if captures.record.followed else Partly.NO
-        told.requiring = [inputs.requiring(k) for k in range(n + 1)]
-        told.steps, told.has_leaves_asked = (), False
+        told = self.told(ran, nodes)
         region.slots = inputs.slots
         region.left_behind = [known for known, number in captures.known.values() if number > 0]
         # ... and up again.
@@ -173,11 +170,32 @@ class Forward:
                 fresh = node.attach(*args, inputs=inputs, outermost=self.outer is None)
         if n:
             leaving.check_nothing_left(captures, fresh)
-        hidden = leaves or further or captures.hides or self.key is None
-        if not hidden and script.tell_all(told.calls):
-            told.steps = [*map(script.step_of, told.calls)]
-            region.scripts.add(told, self.function)
+        if leaves:
+            told.untold = "a leaf that no mode sees"
+        elif further:
+            told.untold = "a result that leaves otherwise than by return"
+        self.leave_script(told)
         return fresh[:n_results], further
+
+    def told(self, ran: Any, nodes: int) -> Script:
+        """The script of this run."""
+        region, inputs, captures = self.region, self.inputs, self.listener
+        told = region.script = Script()
+        told.calls, told.key, told.kinds = captures.calls, self.key, inputs.kinds
+        told.made, told.results, told.places = captures.made, self.results, self.places
+        told.ran, told.nodes, told.serial, told.slots = ran, nodes, captures.serial, inputs.slots
+        told.draws = region.draws is not None or captures.record.has_foreign
+        told.partly = Partly.YES if captures.record.followed else Partly.NO
+        told.requiring = [inputs.requiring(k) for k in range(len(region.frames) + 1)]
+        told.steps, told.has_leaves_asked = (), False
+        told.untold = script.untold_in(told.calls) or captures.hides
+        return told
+
+    def leave_script(self, told: Script) -> None:
+        """Let later runs follow the script, if its calls tell all."""
+        if not told.untold and self.key is not None:
+            told.steps = [*map(script.step_of, told.calls)]
+            self.region.scripts.add(told, self.function)
 
     def begin_up(self, fresh: list[Tensor]) -> None:
         """These are the results at the lowest level, off the tape."""
@@ -299,25 +317,10 @@ def run(
         outer.give(results)
         outer.give_further([*further])
     if observers.of_runs:
-        said = _how_it_ran(region, outer, follower, key)
+        said = runs.how_it_ran(region, function, outer, follower, key)
         for callback in observers.of_runs:
             callback(options.name, said)
     return results[0] if how is None else tree.combine(results, how)
-
-
-def _how_it_ran(region: Region, outer: Any, follower: Any, key: Any) -> str:
-    """For observers: whether a run has followed a script, or why it was recorded."""
-    if follower is not None:
-        return "followed" if follower.heir is None else "departed"
-    reasons = {
-        "a pullback": region.options.is_pullback,
-        "in another region": outer is not None,
-        "with a policy": region.options.policy is not None,
-        "without a check": region.options.determinism_check == "none",
-        "in a trace or another's ledger": key is None,
-    }
-    found = [reason for reason, holds in reasons.items() if holds]
-    return f"recorded: {found[0] if found else 'no script fits'}"
 
 
 def key_of(region: Region, kinds: list[Any]) -> Any:

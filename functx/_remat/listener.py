@@ -99,12 +99,15 @@ class Listener(TorchFunctionMode, Listening):
                 self.know(t, number)
                 if t.requires_grad and t.grad_fn is None:
                     self.leaves.add(number)
+        for known, number in follower.returned_again.values():
+            if (t := known()) is not None:
+                self.know(t, number)
         for i, known in enumerate(follower.given):
             if known is not None and (t := known()) is not None:
                 self.know(t, -1 - i)
         self.calls, self.at = follower.calls_made(), follower.at
         numbers = [number for call in self.calls for number, _, _ in call.results]
-        self.serial = max(numbers, default=0)
+        self.serial = max([0, *numbers])  # (a call may return an input, and no other may)
         self._coming = iter((self.expected or ())[self.at :])
         self.due = next(self._coming, None)
 

@@ -145,6 +145,11 @@ def _is_asked(node: Any, script: Script) -> bool:
         return True
 
 
+def _is_dense_leaf(t: Tensor) -> bool:
+    """Whether a leaf can have a view: sparse ones can't."""
+    return t.grad_fn is None and t.layout is torch.strided
+
+
 def _sharing(results: list[Tensor], inputs: Inputs | list[Tensor], n: int) -> list[Tensor]:
     """Results at the base level, those that share memory with an input or another as views.
 
@@ -183,7 +188,7 @@ def attach_simply(
     payload.requiring, payload.wanted = requiring, range(len(results))
     tracked = values if len(requiring) == len(values) else [values[i] for i in requiring]
     if region.script.has_leaves_asked and len(tracked) > 1:
-        tracked = [t.view_as(t) if t.grad_fn is None else t for t in tracked]
+        tracked = [t.view_as(t) if _is_dense_leaf(t) else t for t in tracked]
     results = _sharing(results, values, len(results))
     return list(RegionNode.apply(payload, tuple(results), values, *tracked))
 
@@ -240,7 +245,7 @@ def attach(
     apply = RegionNode.apply
     if _torch.peek_interpreter() is None:
         if region.script.has_leaves_asked and len(tracked) > 1:
-            tracked = [t.view_as(t) if t.grad_fn is None else t for t in tracked]
+            tracked = [t.view_as(t) if _is_dense_leaf(t) else t for t in tracked]
         got = apply(payload, tuple(behind), saved, *tracked)
     else:
         got = _torch.apply_at_level(apply, payload, tuple(behind), saved, *tracked)

@@ -19,6 +19,7 @@ class _Observers(threading.local):
         self.of_replays: list[Any] = []
         self.of_names: list[Any] = []
         self.of_runs: list[Any] = []
+        self.recorded: dict[Any, Any] = {}  # while these observe; see `runs`
         self.without: list[Any] = []  # regions are plain calls where it is not empty
         self.tracers: list[Any] = []  # `forward.run` where regions are to be nodes of a graph
 
@@ -51,12 +52,20 @@ def on_name(callback: Callable[[Tensor, str], None]) -> AbstractContextManager[N
     return within(observers.of_names, callback)
 
 
-def on_run(callback: Callable[[str, str], None]) -> AbstractContextManager[None]:
+@contextmanager
+def on_run(callback: Callable[[str, str], None]) -> Iterator[None]:
     """Call ``callback(name, how)`` after each forward of a region.
 
-    It says whether the run has followed a script, has departed from it, or why it was recorded.
+    It says whether the run has followed a script ("followed"), has departed from it ("departed: at
+    CALL"), or why it was recorded ("recorded: REASON"): the reason is "the first run" where there
+    was none before, in this context, of the region or its function, with inputs of the same kinds.
     """
-    return within(observers.of_runs, callback)
+    with within(observers.of_runs, callback):
+        try:
+            yield
+        finally:
+            if len(observers.of_runs) == 1:
+                observers.recorded.clear()
 
 
 def no_regions() -> AbstractContextManager[None]:

@@ -102,7 +102,7 @@ class Inputs:
     """
 
     __slots__ = (
-        *("frames", "has_inference", "kinds", "leaves", "lowest", "places", "reached"),
+        *("frames", "has_inference", "kinds", "leaves", "lowest", "nodes", "places", "reached"),
         *("slots", "standins", "stored", "values"),
     )
 
@@ -123,6 +123,7 @@ class Inputs:
         self.leaves: dict[int, Tensor] = {}  # of all levels, by id
         self.places: dict[int, tuple[int, int]] = {}  # of each, its level and place there
         self.reached: set[tuple[int, int]] | None = None  # by the results' tape; ``None`` for all
+        self.nodes = 0  # that stand-ins have made, in forward mode
 
     @classmethod
     def at_the_base(cls, values: list[Tensor], standins: list[Tensor]) -> Inputs:
@@ -144,7 +145,9 @@ class Inputs:
         """A further input; returns its stand-in."""
         if self.frames:
             kind, stored = list[Any](), list[Tensor]()
+            first_node = _torch.next_sequence_number()
             standin = self._cut(t, len(self.frames), kind, stored)
+            self.nodes += _torch.next_sequence_number() - first_node
             self.kinds.append(tuple(kind))
             self.stored.append(stored)
         else:  # what `_cut` does at level 0

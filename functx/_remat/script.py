@@ -33,9 +33,10 @@ from weakref import ref
 from torch import Tensor
 
 from functx._core import is_of
-from functx._remat.calls import ATOMS, DATA, INSIDE, NAMED, RETURN, Call, is_plain
+from functx._remat.calls import ATOMS, CAPTURE, DATA, INSIDE, NAMED, RETURN, Call, is_plain
 from functx._remat.cells import Wrapper
 from functx._remat.ledger import Ran
+from functx._torch import process_patches
 
 _FOLLOWED = {RETURN, DATA, NAMED}  # calls of no function that a follower knows
 
@@ -79,13 +80,14 @@ class Script:
             "places",
             "ran",
         ),
-        *("requiring", "results", "serial", "slots", "steps"),
+        *("requiring", "results", "serial", "slots", "steps", "untold"),
     )
     # Whether it has begun with another script; and has been followed from start to end since.
     partly: Partly
     key: Any  # of runs that may follow it; see `forward`
     calls: list[Call]  # the log
     steps: Sequence[Step]  # the same for a follower; empty where the calls do not tell all
+    untold: str  # what they do not tell, for observers
     # Whether `torch.autograd.grad` was asked for a leaf that it was given; see `node`.
     has_leaves_asked: bool
     draws: bool  # whether it has drawn random numbers, or has called what may: extensions
@@ -101,14 +103,18 @@ class Script:
     requiring: list[list[int]]
 
 
-def tell_all(calls: list[Call]) -> bool:
-    """Whether a later run can follow such calls."""
+def untold_in(calls: list[Call]) -> str:
+    """What a later run can't follow in such calls; nothing if it can."""
     for call in calls:
+        if call.inner is not None or call.func == CAPTURE:
+            return "a region inside"
+        if call.func == process_patches.APPLY:
+            return "a custom Function"
         if isinstance(call.func, str) and call.func not in _FOLLOWED:
-            return False
-        if INSIDE in call.given or call.further:
-            return False
-    return True
+            return "a transform inside"
+        if INSIDE in call.given:
+            return "an operand that no call has made"
+    return ""
 
 
 def step_of(call: Call) -> Step:
@@ -213,6 +219,10 @@ def _identify(x: Any, parts: list[Any], seen: set[int]) -> None:
         _identify(x.function, parts, seen)
     elif kind is types.BuiltinFunctionType:  # a function of C, or a method: ``x.mul`` holds ``x``
         parts += x.__qualname__, _part(x.__self__)
+    elif kind is tuple and not is_plain(x):  # of tensors, say
+        parts.append(len(x))
+        for inner in x:
+            _identify(inner, parts, seen)
     else:
         parts.append(_part(x))
 

@@ -3,6 +3,7 @@
 A program takes ``remat`` and returns tensors. The reference is the same program with `identity`.
 """
 
+import contextlib
 import random
 
 import numpy as np
@@ -13,6 +14,7 @@ from references import Operations, assert_same, count, no_garbage_collection
 from torch.utils import _pytree as pytree
 
 import functx
+from functx._remat import on_run, script
 
 
 def naive(f):
@@ -141,3 +143,44 @@ def right_or_raises(program, match=""):
         same(found, seeded(program, identity))
         return
     assert match in message
+
+
+NOT_OWN = ("recorded: a pullback", "recorded: in another region")
+
+
+@contextlib.contextmanager
+def how_regions_run():
+    """A list, to which it is added how each forward of a region in here has run."""
+    found = []
+    with on_run(lambda name, how: found.append(how)):
+        yield found
+
+
+class Speed:
+    """Whether a region is to be recorded, or to follow a script; a context where it does.
+
+    The code in the context runs regions at the base level or in transforms, the first of which is
+    the one that counts.
+    """
+
+    def __init__(self, name):
+        self.name = name
+        script._of_code.clear()  # of other tests
+
+    def __repr__(self):
+        return self.name
+
+    def prepare(self, run):
+        """Let earlier runs leave a script, where one is to be followed."""
+        for _ in range(2 if self.name == "followed" else 0):
+            run()
+
+    def __enter__(self):
+        self._context = how_regions_run()
+        self._found = self._context.__enter__()
+
+    def __exit__(self, *raised):
+        self._context.__exit__(*raised)
+        if raised[0] is None:
+            first = next(how for how in self._found if how not in NOT_OWN)
+            assert first.startswith(self.name), self._found

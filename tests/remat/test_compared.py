@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import functx
 
-from .programs import STACKS, X, Y, numbers, same
+from .programs import STACKS, X, Y, how_regions_run, numbers, same
 
 NOW = SimpleNamespace(second=False)
 
@@ -188,21 +188,17 @@ def check_message(message, case):
         assert re.search(part, message), f"{part} is not in: {message}"
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_departure_raises(name):
-    with pytest.raises(functx.ReplayError) as caught:
-        differentiate("backward", ALL[name].f)
-    check_message(str(caught.value), ALL[name])
+def departs(speed, stack, case):
+    """A run of either speed departs, and the message says where."""
+    speed.prepare(lambda: differentiate(stack, case.f, changes=False))
+    with speed, pytest.raises(functx.ReplayError) as caught:
+        differentiate(stack, case.f)
+    check_message(str(caught.value), case)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_departure_from_a_later_run_raises(name):
-    """The first run of a region is recorded, later ones follow it."""
-    for _ in range(2):
-        differentiate("backward", ALL[name].f, changes=False)
-    with pytest.raises(functx.ReplayError) as caught:
-        differentiate("backward", ALL[name].f)
-    check_message(str(caught.value), ALL[name])
+def test_a_departure_raises(name, speed):
+    departs(speed, "backward", ALL[name])
 
 
 OTHERS = [stack for stack in STACKS if stack != "backward"]
@@ -212,26 +208,34 @@ UNDER = ["a number", "in a slice", "a call less", *OPERANDS]
 @pytest.mark.parametrize(
     ("name", "stack"), [(n, OTHERS[(i + j) % 7]) for i, n in enumerate(UNDER) for j in (0, 3)]
 )
-def test_under_transforms(name, stack):
-    with pytest.raises(functx.ReplayError) as caught:
-        differentiate(stack, ALL[name].f)
-    check_message(str(caught.value), ALL[name])
+def test_under_transforms(name, stack, speed):
+    departs(speed, stack, ALL[name])
 
 
+@pytest.mark.parametrize("runs", [0, 2])
 @pytest.mark.parametrize("name", ["a number", "another intermediate"])
-def test_in_a_region_in_a_region(name):
+def test_in_a_region_in_a_region(name, runs):
+    f = lambda a, b: functx.remat(ALL[name].f)(a.sin(), b).exp()
+    for _ in range(runs):
+        differentiate("grad", f, changes=False)
     with pytest.raises(functx.ReplayError):
-        differentiate("grad", lambda a, b: functx.remat(ALL[name].f)(a.sin(), b).exp())
+        differentiate("grad", f)
 
 
 def rows(x):
     return x[torch.rand(64) > 0.5].sin().sin()
 
 
-def test_a_shape_that_only_shows_in_the_result():
+def test_a_shape_that_only_shows_in_the_result(speed):
     x = numbers(64).requires_grad_()
-    torch.manual_seed(1)
-    y = functx.remat(rows, preserve_rng_state=False)(x)
+
+    def forward():
+        torch.manual_seed(1)
+        return functx.remat(rows, preserve_rng_state=False)(x)
+
+    speed.prepare(forward)
+    with speed:
+        y = forward()
     torch.manual_seed(2)
     with pytest.raises(functx.ReplayError) as caught:
         y.sum().backward()
@@ -241,10 +245,13 @@ def test_a_shape_that_only_shows_in_the_result():
     check_message(str(caught.value), case)
 
 
-def test_a_device_that_only_the_forward_makes_is_no_departure():
+def test_a_device_that_only_the_forward_makes_is_no_departure(speed):
     """As `torch.manual_seed` does, where it is the first of the process."""
     f = lambda a, b: (pick(torch.device, str)("cpu"), (a * b).sin())[1]
-    same(differentiate("backward", f), STACKS["backward"](lambda a: f(a, a.cos()).sum(), X))
+    expected = STACKS["backward"](lambda a: f(a, a.cos()).sum(), X)
+    speed.prepare(lambda: differentiate("backward", f, changes=False))
+    with speed:
+        same(differentiate("backward", f), expected)
 
 
 class TestDeterminismCheckNone:
@@ -265,14 +272,16 @@ class TestDeterminismCheckNone:
             differentiate("backward", SEQUENCES[name].f, determinism_check="none")
 
 
-def test_debug_shows_the_calls_of_both_side_by_side():
-    runs = iter(range(2))
-
+def test_debug_shows_the_calls_of_both_side_by_side(speed):
     def f(x):
         y = x.sin() * 2
-        return y.cos() if next(runs) == 0 else y.exp()
+        return pick(torch.cos, torch.exp)(y)
 
-    out = functx.remat(f, debug=True)(numbers(3).requires_grad_())
+    region = functx.remat(f, debug=True)
+    speed.prepare(lambda: region(numbers(3).requires_grad_()))
+    with speed:
+        out = region(numbers(3).requires_grad_())
+    NOW.second = True
     with pytest.raises(functx.ReplayError) as caught:
         out.sum().backward()
     head, forward, *calls = str(caught.value).splitlines()
@@ -307,9 +316,13 @@ FUNCTIONS = {
 @pytest.mark.parametrize(
     ("name", "requires_grad"), [(n, i % 2 == 0) for i, n in enumerate(FUNCTIONS)]
 )
-def test_a_tensor(name, requires_grad):
-    w = Y.clone().requires_grad_(requires_grad)
-    y = FUNCTIONS[name](X.clone().requires_grad_(), w)
+@pytest.mark.parametrize("runs", [0, 2])
+def test_a_tensor(name, requires_grad, runs):
+    with how_regions_run() as how:
+        for _ in range(runs + 1):
+            w = Y.clone().requires_grad_(requires_grad)
+            y = FUNCTIONS[name](X.clone().requires_grad_(), w)
+    assert runs == 0 or how[-1] == "followed" or "region in" in name
     with torch.no_grad():
         w.mul_(2)
     with modified() as caught:
@@ -317,10 +330,13 @@ def test_a_tensor(name, requires_grad):
     assert names_a_line(caught)
 
 
-def test_a_parameter_by_an_optimizer():
+def test_a_parameter_by_an_optimizer(speed):
     net = nn.Linear(3, 3).double()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    y = functx.remat(lambda x: torch.sin(net(x)))(X).sum()
+    region = functx.remat(lambda x: torch.sin(net(x)))
+    speed.prepare(lambda: region(X))
+    with speed:
+        y = region(X).sum()
     y.backward(retain_graph=True)
     optimizer.step()
     with modified() as caught:
@@ -328,9 +344,11 @@ def test_a_parameter_by_an_optimizer():
     assert names_a_line(caught)
 
 
-def test_what_a_vjp_was_called_with():
-    x = X.clone()
-    y, pullback = functx.vjp(functx.remat(lambda x: (x * x).sin()), x)
+def test_what_a_vjp_was_called_with(speed):
+    x, region = X.clone(), functx.remat(lambda x: (x * x).sin())
+    speed.prepare(lambda: functx.vjp(region, x))
+    with speed:
+        y, pullback = functx.vjp(region, x)
     pullback(torch.ones_like(y))
     x.mul_(2)
     with modified() as caught:

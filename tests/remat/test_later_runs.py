@@ -32,12 +32,17 @@ PROGRAMS = {
 }
 
 
+# The second run follows the first one, or departs from it.
+RUNS = pytest.mark.parametrize("runs", [(0, 1, 0, 1), (0, 0, 1, 0, 1)], ids=["departs", "follows"])
+
+
+@RUNS
 @pytest.mark.parametrize("stack", ["backward", "grad", "grad(grad)", "jvp(grad)"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_derivatives_are_those_of_the_run(name, stack):
+def test_derivatives_are_those_of_the_run(name, stack, runs):
     def program(remat):
         region, found = remat(PROGRAMS[name]), []
-        for now.step in (0, 1, 0, 1):
+        for now.step in runs:
             found.append(STACKS[stack](lambda x: region(x).square().sum(), numbers(2, 2)))
         return found
 
@@ -81,10 +86,10 @@ REFUSED = {
 }
 
 
-def steps(f):
+def steps(f, runs):
     def program(remat):
         region, found = remat(f), []
-        for now.step in (0, 1, 0, 1):
+        for now.step in runs:
             now.left, now.buffer = [], numbers(2, 2, start=1.0)
             now.leaf, x = numbers(2, 2, start=2.0).requires_grad_(), numbers(2, 2).requires_grad_()
             now.product = now.leaf * 2
@@ -96,15 +101,17 @@ def steps(f):
     return program
 
 
+@RUNS
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_leaves_is_written_or_read_is_that_of_the_run(name):
-    same(steps(RIGHT[name])(functx.remat), steps(RIGHT[name])(identity))
+def test_what_leaves_is_written_or_read_is_that_of_the_run(name, runs):
+    same(steps(RIGHT[name], runs)(functx.remat), steps(RIGHT[name], runs)(identity))
 
 
+@RUNS
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_run_can_do_is_an_error_in_a_later_one_too(name):
+def test_what_no_run_can_do_is_an_error_in_a_later_one_too(name, runs):
     with pytest.raises(functx.RematError, match=r"(?i)return it|as an argument|outside"):
-        steps(REFUSED[name])(functx.remat)
+        steps(REFUSED[name], runs)(functx.remat)
 
 
 def test_a_module_may_bind_a_buffer_to_what_to_returns():

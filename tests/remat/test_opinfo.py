@@ -1,11 +1,13 @@
 """Operators of torch's own database behind remat: a sample here, all of them in sweeps."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 import functx
+from tools import share
 from tools.opinfo.database import name_of
 from tools.opinfo.remat import EXCEPTIONS, ROUNDINGS, Verdict, entries, judge, table
 
@@ -32,7 +34,9 @@ def test_a_sample(name):
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
 def test_every_entry():
-    verdicts = [verdict for op in entries() for verdict in judge(op)]
+    runs = Counter()
+    verdicts = [verdict for op in entries() for verdict in judge(op, runs=runs)]
+    print(share.report(runs))
     report = Path(__file__).parents[2] / "docs" / "opinfo_remat.md"
     report.write_text(table(verdicts, EXCEPTIONS))
     wrong = {(v.name, v.transform): v for v in verdicts if v.counts and not v.passes}
@@ -40,6 +44,7 @@ def test_every_entry():
         str(v) for k, v in wrong.items() if k not in EXCEPTIONS
     )
     assert sum(v.counts for v in verdicts) > 2000
+    assert share.share(runs) > 0.95
 
 
 @pytest.mark.filterwarnings("ignore")

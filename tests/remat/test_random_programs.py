@@ -81,7 +81,7 @@ def test_what_advances_twice_is_noticed(feature):
 
 @pytest.mark.sweep
 def test_ten_thousand_programs():
-    found = sweep(range(10_000), 1)
+    found, _ = sweep(range(10_000), 1)
     assert len(found) == 10_000
     failed = {seed: verdict for seed, verdict in found.items() if verdict.outcome in FAILURES}
     assert not failed

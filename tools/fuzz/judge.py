@@ -71,7 +71,8 @@ def _forget():
 def run(program, remat, moved=1.0):
     """What runs in a fresh world gave or raised, and the tensors and modes that they left behind.
 
-    The second run is of other inputs: its regions follow the plans of the first one.
+    Runs after the first are of other inputs, and some find other things in the world. So their
+    regions follow the scripts of earlier ones, or depart from them.
     """
     _forget()
     torch.manual_seed(0)
@@ -81,10 +82,11 @@ def run(program, remat, moved=1.0):
     parameters = [weakref.ref(p) for p in globals_["self"].parameters()]
     try:
         f = program.compiled(globals_)
-        for scale in (moved, -moved / 2):
+        for n, first in enumerate(program.runs):
             globals_["box"].t = globals_["box"].t.detach()  # of a graph that is freed
-            again = finish(program.end, f, globals_, scale)
-            found |= {f"{name} of {scale:.1f}": value for name, value in again.items()}
+            world.change(globals_, first)
+            again = finish(program.end, f, globals_, moved / (-2) ** n)
+            found |= {f"{name} of run {n}": value for name, value in again.items()}
     except Exception as e:
         trace, error = traceback.format_exc(), e.with_traceback(None)
         error.__cause__ = error.__context__ = None
@@ -145,7 +147,7 @@ def warm():
     """Have torch import what it imports late, which takes seconds, before processes are forked."""
     with quiet():
         for layer in ("jacobian({}, 'jacrev')", "pushforward({})"):
-            run(Program([], "torch.sin(m0)", [layer], "values"), identity)
+            run(Program([], "torch.sin(m0)", [layer], "values", (True,)), identity)
         _forget()
 
 
@@ -230,14 +232,14 @@ def layers(fx):
     }
 
 
-def finish(end, f, world, scale):
+def finish(end, f, globals_, scale):
     """Call ``f``, and differentiate its result in plain autograd as ``end`` says.
 
     Returned is what regions must not change. Numbers are drawn in between.
     """
     x = (numbers((3, 3), 200) / 2 * scale).requires_grad_(end != "values")
     y = (numbers((3,), 220) / 2 * scale).requires_grad_(end != "values")
-    net, generator = world["self"], world["generator"]
+    net, generator = globals_["self"], globals_["generator"]
     leaves = {"x": x, "y": y, **dict(net.named_parameters())}
     out = f(x, y)
     found = {"values": pytree.tree_map(_entries, out)}

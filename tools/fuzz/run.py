@@ -17,8 +17,9 @@ import torch
 
 from tools.fuzz.judge import FAILURES, Verdict, judge, warm
 from tools.fuzz.writer import write
+from tools.share import counting, report
 
-SECONDS = 60  # longer than any program takes
+SECONDS = 240  # longer than any program takes
 FORK = get_context("fork")
 
 
@@ -27,9 +28,11 @@ def work(seeds, file):
     torch.set_num_threads(1)
     for seed in seeds:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
-        verdict = judge(write(seed))
+        runs = collections.Counter()
+        with counting(runs):
+            verdict = judge(write(seed))
         with file.open("a") as out:
-            out.write(json.dumps([seed, asdict(verdict)]) + "\n")
+            out.write(json.dumps([seed, asdict(verdict), runs]) + "\n")
         if verdict.outcome == "leaked":
             break  # the next process starts without what this one left behind
     faulthandler.cancel_dump_traceback_later()
@@ -47,11 +50,11 @@ def supervise(seeds, file):
         if process.exitcode:
             verdict = Verdict("crashed", f"the process ended with {process.exitcode}")
             with file.open("a") as out:
-                out.write(json.dumps([seeds.pop(0), asdict(verdict)]) + "\n")
+                out.write(json.dumps([seeds.pop(0), asdict(verdict), {}]) + "\n")
 
 
 def sweep(seeds, jobs):
-    """Verdicts on the programs of these seeds."""
+    """Verdicts on the programs of these seeds, and how their regions ran."""
     warm()
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(n)) for n in range(min(jobs, len(seeds)))]
@@ -62,7 +65,9 @@ def sweep(seeds, jobs):
         for process in processes:
             process.join()
         lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return {seed: Verdict(**verdict) for seed, verdict in sorted(lines, key=lambda pair: pair[0])}
+    runs = sum((collections.Counter(line[2]) for line in lines), collections.Counter())
+    lines.sort(key=lambda line: line[0])
+    return {seed: Verdict(**verdict) for seed, verdict, _ in lines}, runs
 
 
 def main():
@@ -71,17 +76,20 @@ def main():
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="counts and failures")
     args = parser.parse_args()
-    found = sweep(range(*map(int, args.seeds.split(":"))), args.jobs)
+    found, runs = sweep(range(*map(int, args.seeds.split(":"))), args.jobs)
     failures = {n: v for n, v in found.items() if v.outcome in FAILURES}
     for seed, verdict in failures.items():
         print(f"--- {seed}: {verdict.outcome}: {verdict.why}\n{write(seed)}\n{verdict.trace}\n")
     counts = collections.Counter((v.outcome, v.why) for v in found.values())
     for (outcome, why), count in counts.most_common(40):
         print(f"{count:7} {outcome:18} {why}")
+    print(report(runs))
     if args.json:
         counts = collections.Counter(v.outcome for v in found.values())
         wrong = {n: asdict(v) for n, v in failures.items()}
-        args.json.write_text(json.dumps({"counts": counts, "failures": wrong}, indent=1))
+        args.json.write_text(
+            json.dumps({"counts": counts, "failures": wrong, "runs": runs}, indent=1)
+        )
     return int(bool(failures))
 
 

@@ -120,6 +120,35 @@ GROUPS = {
         m: {m} | m: {m}.view(3, 3) | m: {m}.contiguous() | m: F.dropout({m}, 0.5, training=False)
         v: {v}.to(torch.float64)""",
     "hook": "m: hooked({om}) | v: hooked({ov})",
+    "other calls in another run": """
+        m: torch.sin({m}) if now.first else torch.cos({m}) | v: {v} * {v2} if now.first else {v}
+        m: [torch.sin({m}) * k for k in range(1, now.times)][-1]
+        m: (torch.no_grad()(torch.sin) if now.first else torch.sin)({m}) + {m2}
+        m: self.inside({m}) if now.first else {m} * {m2}
+        m: Cube.apply({om}, 1) if now.first else {om} ** 3 | s: {s} if now.first else {s2} * {s}
+        m: ({m} + {m2} if now.first else {m} * torch.tensor([[2.0], [1.0], [{k}]])) * {m}""",
+    "other numbers in another run": """
+        m: {m} * now.number | m: torch.tanh({m} + now.number * {m2}) | v: {v}.mul(now.number)
+        m: torch.roll({m}, now.times, 0) * {m2} | m: torch.softmax({m}, now.dim)
+        m: torch.addcmul({m}, {m2}, {m}, value=now.number)
+        m: {m}.masked_fill({m2} > 0, now.number)
+        m: {out} = {m}.clone(); {out}.mul_(now.number) | v: {m}.select(now.dim, 1)""",
+    "other shapes in another run": """
+        m: {m}[: now.times].sum(0) + {m2} | v: torch.arange(3, dtype=now.dtype) * {v}
+        m: torch.cat({m}.split(now.sizes)[::-1]) * {m2} | v: {m}.view(now.view).flatten()[:3] * {v}
+        v: sum({m}.unbind(0)[: now.times]) | m: {v}[:, None].expand(now.expand) * {m}""",
+    "other tensors in another run": """
+        m: {m} * now.tensor | m: torch.sin(now.tensor + {m}) @ {m2} | v: {v} * now.tensor[1]
+        v: now.vector * {v} + {v2} | v: now.vector + {m}[0]
+        m: ({m} if now.first else {m2}) * {m2}""",
+    "other draws in another run": """
+        m: F.dropout({m}, 0.4, training=now.first) | m: F.dropout({m}, now.rate) * {m2}
+        m: self.dropout({m}) + {m2} | v: {v} * torch.rand(3) if now.first else {v}
+        m: {m} if now.first else {m} * torch.rand_like({m})""",
+    "another torch.Generator in another run": """
+        m: torch.rand(3, 3, generator=now.generator) * {m}
+        v: {v} * torch.randn(3, generator=now.generator)
+        m: {m} * torch.rand(3, 3, generator=generator) if now.first else {m}""",
     "linalg": """
         m: torch.linalg.inv({m} @ {m}.t() + 2 * torch.eye(3))
         m: F.scaled_dot_product_attention({m}[None], {m2}[None], {m}[None])[0]
@@ -145,5 +174,7 @@ NEVER = {
     "functional_call of buffers": {"jvp"},
     "custom Function of the old style": {"levels"},
     "hook": {"jvp"},
+    "other draws in another run": {"no draws"},
+    "another torch.Generator in another run": {"no draws", "vmap"},
     "half under autocast": {"third order"},
 }

@@ -102,8 +102,38 @@ class Net(nn.Module):
         return torch.sin(m) / self.steps.clone()
 
 
+def change(world, first):
+    """Let what programs look at in ``now`` be that of the first run, or something else."""
+    net, now = world["self"], world["now"]
+    now.first = first
+    now.number, now.times, now.dim, now.rate = (0.7, 2, 0, 0.4) if first else (1.3, 3, 1, 0.6)
+    now.dtype = torch.float64 if first else torch.int64
+    now.sizes = [1, 2] if first else [1, 1, 1]
+    now.view, now.expand = ((9, 1), (3, 3)) if first else ((3, 3), (3, 1))
+    now.tensor = net.constant if first else net.linear.weight
+    now.vector = net.linear.bias if first else net.scale
+    now.generator = world["generator"] if first else None
+    net.dropout.train(first)
+
+
+def kept(remat):
+    """``remat`` that gives one region for one function, where it closes over nothing."""
+    regions = {}
+
+    def region(f, **options):
+        if getattr(f, "__closure__", None) is not None or not hasattr(f, "__code__"):
+            return remat(f, **options)
+        name = f.__code__, str(options)
+        if name not in regions:
+            regions[name] = remat(f, **options)
+        return regions[name]
+
+    return region
+
+
 def namespace(remat):
     """A fresh world: the globals of a program."""
+    remat = kept(remat)
     return {
         "torch": torch,
         "F": F,
@@ -114,6 +144,7 @@ def namespace(remat):
         "self": Net(remat),
         "box": types.SimpleNamespace(t=numbers((SIZE, SIZE), 100), number=0.7),
         "generator": torch.Generator().manual_seed(7),
+        "now": types.SimpleNamespace(),
         "idx": torch.tensor([2, 0, 2]),
         **{f.__name__: f for f in (Cube, Product, hooked)},
     }

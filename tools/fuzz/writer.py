@@ -22,6 +22,8 @@ WORLD = {
 CHEAP_ENDS = ("values", "values", "backward", "of the input only")
 ENDS = ("backward", "backward", "autograd.grad", "of the input only", "double", "twice", "batched",
         "first only", "values")  # fmt: skip
+# In each, scripts are left, followed and departed from.
+RUNS = ((True, True, False, True), (True, False, True, False), (True, True, False, False))
 DERIVATIVES = {"gradient", "pullback", "pushforward", "jacobian", "hessian"}
 # Transforms inside: kinds of argument, value and result, the call, its target, what is around.
 INSIDE = {
@@ -58,14 +60,16 @@ def function(name, parameters, body, result, region, call, target, after=()):
 class Program:
     """A function of a matrix and a vector, transforms and regions around it, the innermost first.
 
-    ``end`` says how the result is differentiated outside of them (`judge.finish`), ``may_refuse``
-    that rule 4 may refuse it, ``loose`` that half precision is differentiated more than once.
+    ``end`` says how the result is differentiated outside of them (`judge.finish`), ``runs`` which
+    of its runs find the world as the first one does (`world.change`), ``may_refuse`` that rule 4
+    may refuse it, ``loose`` that half precision is differentiated more than once.
     """
 
     body: list[str]
     result: str
     stack: list[str]
     end: str
+    runs: tuple[bool, ...] = RUNS[0]
     features: set[str] = field(default_factory=set)
     may_refuse: bool = False
     loose: bool = False
@@ -75,7 +79,8 @@ class Program:
         for layer in self.stack:
             transformed = layer.replace("{}", transformed, 1)
         defined = block("def program(m0, v0):", [*self.body, f"return {self.result}"])
-        return f"{defined}\n\ntransformed = {transformed}  # end: {self.end}"
+        runs = ", ".join("as the first" if first else "another" for first in self.runs)
+        return f"{defined}\n\ntransformed = {transformed}  # end: {self.end}; runs: {runs}"
 
     def compiled(self, namespace):
         """The transformed function, with these globals."""
@@ -145,7 +150,8 @@ class Writer:
         results = self.pick((results, names[2:]))
         form = self.pick((names[-1], "(RESULTS,)", "(RESULTS,)", "{'a': [RESULTS]}"))
         result = form.replace("RESULTS", ", ".join(results))
-        return Program(body, result, stack, end, self.features, self.may_refuse, self.loose)
+        given = stack, end, self.pick(RUNS), self.features, self.may_refuse, self.loose
+        return Program(body, result, *given)
 
     def stack(self):
         """Transforms around the program, and regions around transforms."""
@@ -214,6 +220,7 @@ class Writer:
         """A line of the table, of this group if one is named, which binds a new name."""
         groups = [n for n in TABLE if not NEVER.get(n, set()) & scope.around]
         weights = [4 if "levels" in NEVER.get(n, ()) else 1 for n in groups]
+        weights = [2 * w if "another run" in n else w for n, w in zip(groups, weights)]
         group = group if group in groups else self.random.choices(groups, weights)[0]
         kind, text = self.pick(TABLE[group])
         self.features.add(group)

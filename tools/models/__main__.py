@@ -21,6 +21,8 @@ from functx._remat import on_region
 from functx.compat.testing import small_models
 from tools.models import apart
 from tools.models.apart import line, parts
+from tools.share import counting
+from tools.share import report as share
 
 DERIVATIVES = (".backward()", "functx.grad", "functx.vmap(functx.grad)")
 WAYS = ("patch", "apply", "whole")
@@ -55,11 +57,13 @@ KNOWN = {
 def judge(name):
     """Yields the class of the model, then a derivative, a way, an outcome and a detail for each.
 
+    And in the end how often regions ran in which way (`tools.share`).
     Outcomes: ``same`` bit by bit; ``rounded``, gradients up to rounding, all else bit by bit; the
     others of `CASES` and `NO_CASES`.
     """
     cls, config, inputs = small_models.find(name)
     yield cls.__name__
+    runs = Counter()
     for derivative in DERIVATIVES:
         try:
             expected = _run(derivative, small_models.make(cls, config), inputs)
@@ -70,22 +74,24 @@ def judge(name):
             raise ValueError("without remat, its gradients are all zero or not finite")
         for way in WAYS:
             model = small_models.make(cls, config)
-            yield [derivative, way, *_judge(derivative, way, model, inputs, expected)]
+            yield [derivative, way, *_judge(derivative, way, model, inputs, expected, runs)]
+    yield dict(runs)
 
 
 def _usable(gradients):
     return all(g.isfinite().all() for g in gradients) and any(map(torch.any, gradients))
 
 
-def _judge(derivative, way, model, inputs, expected):
+def _judge(derivative, way, model, inputs, expected, runs):
     ran, called = [], set()
     try:
         model, context = _checkpointed(model, way)
         regions = [m for m in model.modules() if way == "apply" and "forward" in vars(m)]
         for module in regions:
             module.register_forward_pre_hook(lambda module, args: called.add(module))
-        with context, on_region(lambda inputs, name, level: ran.append(name)):
+        with context, on_region(lambda inputs, name, level: ran.append(name)), counting(runs):
             outcome, detail = _compare(_run(derivative, model, inputs), expected)
+            _run(derivative, model, inputs)  # a later run, which is to follow the first one
     except Exception as error:
         if way == "patch" and re.search(r"(gradient|activation) checkpointing", str(error)):
             return "no checkpointing", ""
@@ -156,6 +162,8 @@ def _record(name):
             record["model"] = part
         elif isinstance(part, list):
             verdicts.append(part)
+        elif isinstance(part, dict):
+            record["runs"] = part
         elif part is not None:
             outcome, why = part
             if outcome == "raised" or not record["model"]:
@@ -214,5 +222,10 @@ def _described(record):
     return f"{record['seconds']:5.1f} s  {found}"
 
 
+def _with_share(records):
+    runs = sum((Counter(r.get("runs", {})) for r in records), Counter())
+    return f"{report(records)}\n{share(runs)}"
+
+
 if __name__ == "__main__":
-    apart.main(__doc__.partition("\n")[0], sweep, _described, report, write)
+    apart.main(__doc__.partition("\n")[0], sweep, _described, _with_share, write)

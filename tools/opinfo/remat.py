@@ -2,9 +2,12 @@
 
 The reference is the operator under the same transform without remat, so that the operator's own
 mistakes cancel. What torch itself refuses (an operator without a derivative, a batching rule that
-is missing) is no case. ``make test`` judges a sample of entries, ``make sweep`` all of them.
+is missing) is no case. A region runs three times, since later runs follow the first one.
+``make test`` judges a sample of entries, ``make sweep`` all of them, and
+``python -m tools.opinfo.remat --every 10`` some, with the share of runs that were followed.
 """
 
+import argparse
 import itertools
 import warnings
 from collections import Counter, defaultdict
@@ -17,9 +20,11 @@ import functx
 from tools.fuzz.world import numbers
 from tools.opinfo import database
 from tools.opinfo.database import as_function, name_of, one_line
+from tools.share import counting, report
 
 TRANSFORMS = ("value", "backward", "grad", "vmap(grad)", "jvp", "grad(grad)")
 ROUNDINGS = 16
+RUNS = 3
 # Of outcomes, the worst first: within a few roundings, the same bit by bit, no case.
 ORDER = ["raises", "differs", "rounded", "same", "not deterministic", "torch refuses"]
 UNINITIALIZED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty")
@@ -51,8 +56,12 @@ def entries():
     return database.entries(torch.float64, torch.float32)
 
 
-def judge(op, samples=8):
-    """Verdicts on one entry, the worst of its samples for each transform."""
+def judge(op, samples=8, runs=None):
+    """Verdicts on one entry, the worst of its samples for each transform.
+
+    How regions run is counted in ``runs``.
+    """
+    runs = Counter() if runs is None else runs
     dtype = torch.float64 if torch.float64 in op.supported_dtypes("cpu") else torch.float32
     name = name_of(op)
     try:
@@ -61,7 +70,7 @@ def judge(op, samples=8):
         return [Verdict(name, t, "torch refuses", _line(error)) for t in TRANSFORMS]
     worst = []
     for transform in TRANSFORMS:
-        verdicts = [_judge(op, sample, transform) for sample in chosen]
+        verdicts = [_judge(op, sample, transform, runs) for sample in chosen]
         verdicts.sort(key=lambda v: ORDER.index(v.outcome))
         worst.append(verdicts[0] if verdicts else Verdict(name, transform, "torch refuses", "-"))
     return worst
@@ -74,7 +83,7 @@ def _samples(op, dtype, n):
     return [found[i] for i in places] if found else []
 
 
-def _judge(op, sample, transform):
+def _judge(op, sample, transform, runs):
     name = name_of(op)
     verdict = lambda outcome, detail="": Verdict(name, transform, outcome, detail)
     call, leaves = as_function(op, sample, lambda t: t.is_floating_point() or t.is_complex())
@@ -85,16 +94,19 @@ def _judge(op, sample, transform):
         again = _run(transform, call, leaves)
     except Exception as error:
         return verdict("torch refuses", _line(error))
+    region = functx.remat(call)
     try:
-        got = _run(transform, functx.remat(call), leaves)
+        with counting(runs):
+            found = [_run(transform, region, leaves) for _ in range(RUNS)]
     except Exception as error:
         return verdict("raises", f"{type(error).__name__}: {_line(error)}")
     if op.name in UNINITIALIZED:
-        same = [(a.shape, a.dtype) for a in got] == [(b.shape, b.dtype) for b in expected]
-        return verdict("same" if same else "differs")
+        like = lambda tensors: [(t.shape, t.dtype) for t in tensors]
+        return verdict("same" if all(like(got) == like(expected) for got in found) else "differs")
     if _compare(again, expected) != "same":
         return verdict("not deterministic")
-    return verdict(*_split(_compare(got, expected)))
+    outcomes = [_split(_compare(got, expected)) for got in found]
+    return verdict(*min(outcomes, key=lambda outcome: ORDER.index(outcome[0])))
 
 
 def _split(outcome):
@@ -218,3 +230,20 @@ EXCEPTIONS = {
     for name in ("embedding", "embedding_bag")
     for transform in ("value", "backward", "grad", "vmap(grad)", "grad(grad)")
 } | {("linspace.tensor_overload", "vmap(grad)"): "of no steps torch refuses it in dispatch modes"}
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="tools.opinfo.remat", description=__doc__.split(".")[0])
+    parser.add_argument("--every", type=int, default=1, help="judge one entry of so many")
+    parser.add_argument("--samples", type=int, default=3)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    runs = Counter()
+    chosen = list(entries())[:: options.every]
+    verdicts = [v for op in chosen for v in judge(op, options.samples, runs)]
+    print(table(verdicts, EXCEPTIONS))
+    print(report(runs))
+
+
+if __name__ == "__main__":
+    main()
