@@ -6,11 +6,11 @@ again, and so on; it stops where the condition says so, in a replay as in the fo
 pass, which runs each step ``1 + log2(n) / 2`` times again.
 
 NOTE [examples that are done]
-Under ``vmap`` the body runs until the last example is done. One that is done keeps its state; what the
-body gives for it is dropped, and gets a cotangent of zero. Zero times a derivative that is infinite
-would be nan, so the body is given, for that example, the last state that the example itself went on
-with. An example that is done before the first step has none: for it the body runs on its first state,
-and what is differentiated there is a constant.
+Under ``vmap`` the body runs until the last example is done. An example that is done keeps its state;
+the result of the body for it is dropped, and gets a cotangent of zero. Zero times an infinite
+derivative would be nan. So the body gets, for that example, the last state that the example itself
+went on with. An example that is done before the first step has no such state. The body runs on its
+first state then, and what the body closes over is a constant for that example.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Cond = Callable[[Any], Any]
 
 
 class Examples(NamedTuple):
-    """Of the examples of ``vmap``, once the condition has been a mapped tensor."""
+    """What is known of the examples of ``vmap`` once the condition has been a mapped tensor."""
 
     alive: Tensor  # which of them go on
     # For each leaf of the state the last value with which an example went on, not differentiated:
@@ -127,7 +127,7 @@ def _undifferentiated(state: Any) -> list[Any]:
 
 
 def _given(alive: Tensor, state: Any, good: list[Any]) -> Any:
-    """What the body is given: for examples that are done, a state that they went on with."""
+    """The state that the body gets: for examples that are done, one that they went on with."""
     leaves, spec = tree.flatten(state)
     for i, (x, known) in enumerate(zip(leaves, good)):
         if isinstance(x, Tensor) and isinstance(known, Tensor):
@@ -136,14 +136,14 @@ def _given(alive: Tensor, state: Any, good: list[Any]) -> Any:
 
 
 class _ConstantUnlessStarted(TorchFunctionMode):
-    """What a body closes over is a constant for examples that never run it.
+    """Makes what a body closes over a constant for examples that never run it.
 
-    No state is known at which their derivatives are finite.
+    See NOTE [examples that are done].
     """
 
     def __init__(self, started: Tensor) -> None:
         self.started = started
-        # What the body closes over, with what stands for it; and what it has made, with nothing.
+        # For a captured tensor the one that replaces it; ``None`` for what the body has made.
         self.known = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,7 +184,7 @@ _CHANGES = {"__setitem__", "__set__", "register_hook", "retain_grad"}
 
 
 def _changes_its_first_argument(func: Any) -> bool:
-    """Whether a function writes to a tensor, or hangs something on it: no copy can stand for that."""
+    """Whether a function writes to a tensor or adds a hook to it, so that no copy can replace it."""
     name = getattr(func, "__name__", "")
     return name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
 

@@ -363,7 +363,7 @@ def finished_where_a_closure_is_differentiated(loop, x, c):
 
 
 def finished_on_a_norm(loop, x, c):
-    """The last state is zero, where a norm has no derivative; its power is asked first as a bool."""
+    """The last state is zero, where a norm has no derivative."""
 
     def body(s):
         return s[0] - 1, (s[1] * (s[0] - 1)) / torch.linalg.vector_norm(s[1].reshape(1)) * c
@@ -401,5 +401,5 @@ def test_a_write_in_a_body_that_some_examples_never_run_is_refused_as_in_any_reg
     captured = numbers(3).requires_grad_() * 1.0
     body = lambda s: s - captured.mul_(0.5)
     loop = lambda x: functx.remat_loop(body, x, lambda s: s > 1)
-    with pytest.raises(RuntimeError, match="in-place|in place"):
+    with pytest.raises(RuntimeError, match=r"in-place|in place"):
         functx.vmap(loop)(torch.tensor([0.5, 2.0, 3.0], dtype=DTYPE))
