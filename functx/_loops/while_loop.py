@@ -6,7 +6,7 @@ again, and so on; it stops where the condition says so, in a replay as in the fo
 pass, which runs each step ``1 + log2(n) / 2`` times again.
 
 NOTE [examples that are done]
-Under ``vmap`` the body runs until the last example is done. An example that is done keeps its state;
+Under ``vmap`` the body runs until the last example is done. One that is done keeps its state;
 the result of the body for it is dropped, and gets a cotangent of zero. Zero times an infinite
 derivative would be nan. So the body gets, for that example, the last state that the example itself
 went on with. An example that is done before the first step has no such state. The body runs on its
@@ -184,7 +184,7 @@ _CHANGES = {"__setitem__", "__set__", "register_hook", "retain_grad"}
 
 
 def _changes_its_first_argument(func: Any) -> bool:
-    """Whether a function writes to a tensor or adds a hook to it, so that no copy can replace it."""
+    """Whether a function writes to a tensor or adds a hook, so that no copy can replace it."""
     name = getattr(func, "__name__", "")
     return name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
 

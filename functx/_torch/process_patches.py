@@ -1,8 +1,9 @@
 """Everything that functx changes in torch or transformers for the whole process.
 
-There are three such changes, listed with their tests on the page ``docs/process_patches.md``:
+There are four such changes, listed with their tests on the page ``docs/process_patches.md``:
 
 - `show_applications`: what ``Function.apply`` is given is shown to the region whose code runs.
+- `run_control_flow`: in the code of a region, control-flow operators run in Python.
 - `applying`: while a function is traced for JAX, attribute lookups on custom autograd Functions go
   through functx. No public interface sees ``Function.apply``: it passes through no mode, and user
   code may have bound it to a name long before.
@@ -28,6 +29,7 @@ from functx._torch import function_depth, fwd_grad_mode, inner_of, is_batched, i
 # What all custom Functions run when they are applied, under whatever name the program has it.
 APPLY: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 _UTILS: Any = torch._functorch.utils
+_HIGHER_ORDER: Any = torch._higher_order_ops.utils
 
 
 def show_applications(show: Callable[[Any, Any], Any]) -> None:
@@ -48,6 +50,27 @@ def show_applications(show: Callable[[Any, Any], Any]) -> None:
         return args
 
     _UTILS.unwrap_dead_wrappers = unwrap_dead_wrappers
+
+
+def run_control_flow(instead: Callable[[], Any]) -> None:
+    """From now on, let control-flow operators run in the context ``instead()``, if that gives one.
+
+    In eager, ``torch.cond`` and the like compile themselves, within ``setup_compilation_env``. No
+    mode sees that.
+    """
+    plain = _HIGHER_ORDER.setup_compilation_env
+
+    @contextmanager
+    def setup_compilation_env() -> Iterator[Any]:
+        context = instead()
+        if context is None:
+            with plain() as backend:
+                yield backend
+        else:
+            with context:
+                yield "eager"
+
+    _HIGHER_ORDER.setup_compilation_env = setup_compilation_env
 
 
 def plain_apply(cls: Any) -> Callable[..., Any]:
