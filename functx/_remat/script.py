@@ -30,7 +30,7 @@ from weakref import ref
 from torch import Tensor
 
 from functx._core import is_of
-from functx._remat.calls import ATOMS, DATA, INSIDE, NAMED, RETURN, Call, is_plain
+from functx._remat.calls import ATOMS, DATA, INSIDE, NAMED, OUTSIDE, RETURN, Call, is_plain
 from functx._remat.cells import Wrapper
 from functx._remat.ledger import Ran
 
@@ -88,7 +88,9 @@ def tell_all(calls: list[Call]) -> bool:
     for call in calls:
         if isinstance(call.func, str) and call.func not in _FOLLOWED:
             return False
-        if INSIDE in call.given or call.further:
+        if INSIDE in call.given or OUTSIDE in call.given or call.further:
+            return False
+        if any(type(shape) is tuple for _, shape, _ in call.results):  # of a nested tensor
             return False
     return True
 
