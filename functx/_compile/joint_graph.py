@@ -9,9 +9,12 @@ A graph is a row of runs: the forward, a backward pass, perhaps the next forward
 torch has marked a node as backward, ones are made like a result that is differentiated, or an input
 is read that is named ``tangents_...``. What a run reads of those before it, it may compute again.
 
-NOTE [regions]
-By what there is: nodes with torch's ``recompute`` tags, regions of functx, blocks of a model (in a
-module whose path has a number: ``layers.3``), or all of a run. Kept are inputs and what leaves.
+NOTE [gradients]
+A later run may read what an earlier pass has left: gradients that are accumulated, parameters that
+these have updated. Computing that again would run the whole pass again, so it is kept. It is, of
+what depends on the cotangent of a run, (1) what no node of that run reads, and (2) what is alive at
+the place where the run has the least memory alive, which lies between a pass and the next forward.
+The inside of a pass may run again: a second derivative reads it as any backward reads its forward.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from functx._torch import graphs
 aten = torch.ops.aten
 _ONES = {aten.ones_like.default, aten.full_like.default}
 _SAME = {aten.detach.default, aten.alias.default}
+_RECOMPUTE = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
 _SAVE = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
 _BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 Step = tuple[fx.Node, int]  # and the run in which it runs again; -1 where it stands as it did
@@ -100,7 +104,7 @@ class Joint:
         self.graph = graph
         *self.nodes, self.output = graph.nodes
         self.place = {n: i for i, n in enumerate(self.nodes)}
-        starts = _starts(self.nodes)
+        marked, starts = _starts(self.nodes)
         if not starts:
             raise ValueError(
                 "functx.graph.remat: the graph has no backward that can be told from the forward. "
@@ -115,7 +119,50 @@ class Joint:
         for node, base in self.base.items():
             self.memory[node] = node if base is None else self.memory[base]
         self.results = {self.memory[n] for n in self.output.all_input_nodes}
+        self.gradients = self._gradients(marked)
         self.fixed = self._fixed()
+
+    def _gradients(self, marked: set[fx.Node]) -> set[fx.Node]:
+        """Memory that a pass hands on to later runs; see NOTE [gradients]."""
+        pulled = set[fx.Node]()  # what depends on a cotangent of its run
+        for node in self.nodes:
+            reads = [x for x in self.reads[node] if self.run[x] == self.run[node]]
+            if node.op == "call_function" and (node in marked or not pulled.isdisjoint(reads)):
+                pulled.add(node)
+        ends, own = self._ends(self.nodes), self._ends(self.nodes, own_run=True)
+        alive = [0] * (len(self.nodes) + 2)
+        for memory, end in ends.items():
+            alive[self.place[memory]] += self.size[memory]
+            alive[end + 1] -= self.size[memory]
+        alive = [*itertools.accumulate(alive)]
+        least = dict[int, int]()  # by run, where the least is alive
+        for i, node in enumerate(self.nodes):
+            run = self.run[node]
+            if alive[i] <= alive[least.setdefault(run, i)]:
+                least[run] = i
+        made = {self.memory[n] for n in pulled}
+        return {
+            m
+            for m in made
+            if self.place[m] <= least[self.run[m]] < ends[m] or own[m] == self.place[m] < ends[m]
+        }
+
+    def _ends(self, nodes: list[fx.Node], *, own_run: bool = False) -> dict[fx.Node, int]:
+        """For all memory, the last place at which it is read; or at which its own run reads it.
+
+        A view of it does not read it.
+        """
+        ends = {self.memory[node]: self.place[self.memory[node]] for node in nodes}
+        for node in nodes:
+            for x in self.reads[node]:
+                memory = self.memory[x]
+                if memory is not self.memory[node] and not (
+                    own_run and self.run[memory] != self.run[node]
+                ):
+                    ends[memory] = max(ends.get(memory, -1), self.place[node])
+        if not own_run:
+            ends |= {m: len(self.nodes) for m in self.results}
+        return ends
 
     def _fixed(self) -> set[fx.Node]:
         """Nodes that can't run again."""
@@ -157,7 +204,7 @@ class Joint:
             users = [u for u in node.users if self.run.get(u) == self.run[node]]
             if any(regions.get(u) != region for u in users):
                 leaves.add(self.memory[node])
-        stay = self.results | leaves
+        stay = self.results | leaves | self.gradients
         for node in self.nodes:
             base = self.memory[node]  # (a view is taken as what it is of)
             if node not in regions or node in self.fixed:
@@ -199,6 +246,10 @@ class Joint:
             if number >= 0:
                 new.meta["custom"] = {**node.meta.get("custom", {}), "functx_phase": "replay"}
                 new.name = f"{node.name}_again_{number}"
+                if "partitioner_tag" in new.meta:  # by which AOTAutograd cuts the graph in two
+                    new.meta["partitioner_tag"] = "is_backward"
+            if new.meta.get("recompute") in _RECOMPUTE:  # done here: torch must not do it once more
+                del new.meta["recompute"]
         graph.output(fx.map_arg(self.output.args[0], lambda x: made[x, -1]))
         graph.lint()
         return graph
@@ -206,15 +257,26 @@ class Joint:
     def peak(self, steps: Steps) -> int:
         """In bytes, beside the inputs."""
         memory, ends = dict[Step, Step](), dict[Step, int]()  # of each step; when it is let go
-        changes = [0] * (len(steps) + 2)
+        changes, sizes = [0] * (len(steps) + 2), dict[Step, int]()
+        taken = dict[tuple[Step, Any], Step]()  # results of nodes that have several
         for i, (step, reads) in enumerate(steps):
-            base = self.base[step[0]]
-            memory[step] = step if base is None else memory[reads[base]]
-            changes[i] += self.size[step[0]] if base is None else 0
+            node, base = step[0], self.base[step[0]]
+            if base is None:
+                memory[step] = step
+                sizes[step] = self.size[node]
+                changes[i] += self.size[node]
+            elif node.target is operator.getitem and memory[reads[base]] == reads[base]:
+                # One of several results: all were made at once, but each is let go by itself.
+                first = memory[step] = taken.setdefault((reads[base], node.args[1]), step)
+                if first is step:
+                    sizes[step] = _bytes(node)
+                    sizes[reads[base]] -= sizes[step]
+            else:
+                memory[step] = memory[reads[base]]
             ends |= {memory[x]: i for x in (*reads.values(), step)}
         ends |= {memory[n, -1]: len(steps) for n in self.output.all_input_nodes}
-        for (node, _), i in ends.items():
-            changes[i + 1] -= self.size[node]
+        for step, i in ends.items():
+            changes[i + 1] -= sizes[step]
         return max(itertools.accumulate(changes))
 
 
@@ -308,13 +370,13 @@ def _segments(joint: Joint) -> Iterator[dict[fx.Node, int]]:
         yield dict(zip(nodes, itertools.accumulate(int(i - 1 in cuts) for i in places)))
 
 
-def _starts(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The nodes at which a run begins; see NOTE [runs]."""
+def _starts(nodes: list[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The nodes that are marked as backward, and those at which a run begins; see NOTE [runs]."""
     for is_backward in (_is_marked, _is_cotangent, _reads_tangents, _is_marked_by_functx):
         marked = {n for n in nodes if is_backward(n)}
         if found := {n for n in marked if n.prev not in marked}:
-            return found
-    return set()
+            return marked, found
+    return set(), set()
 
 
 def _is_marked(node: fx.Node) -> bool:
@@ -354,7 +416,7 @@ def _is_pure(node: fx.Node) -> bool:
         return False
     known = operator_of(node.target)
     drawn = known.draws and not known.draws_nothing(node.args)
-    return not (drawn or known.writes or node.target._schema.is_mutable)
+    return not (drawn or known.writes or node.is_impure(impure_random=False))
 
 
 def _bytes(node: fx.Node) -> int:

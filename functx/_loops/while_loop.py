@@ -4,46 +4,70 @@ They run in blocks of 1, 2, 4, ... steps. Each block is a region, whose first ha
 again, and so on; it stops where the condition says so, in a replay as in the forward. So a loop of
 ``n`` steps keeps about ``log2(n)`` states between the passes and twice as many in its backward
 pass, which runs each step ``1 + log2(n) / 2`` times again.
+
+NOTE [examples that are done]
+Under ``vmap`` the body runs until the last example is done. One that is done keeps its state;
+the result of the body for it is dropped, and gets a cotangent of zero. Zero times an infinite
+derivative would be nan. So the body gets, for that example, the last state that the example itself
+went on with. An example that is done before the first step has no such state. The body runs on its
+first state then, and what the body closes over is a constant for that example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from functx import _torch
 from functx._core import describe, tree
-from functx._remat import Options, run
+from functx._remat import Options, is_tracked, listening, run
 from functx._torch.process_patches import is_mapped
 
 Body = Callable[[Any], Any]
 Cond = Callable[[Any], Any]
 
 
+class Examples(NamedTuple):
+    """What is known of the examples of ``vmap`` once the condition has been a mapped tensor."""
+
+    alive: Tensor  # which of them go on
+    # For each leaf of the state the last value with which an example went on, not differentiated:
+    good: list[Any]
+    started: Tensor | None  # which have run the body at all; ``None`` where all have
+
+
 def loop(body: Body, cond: Cond, state: Any, most: int | None, name: str) -> Any:
     """``while cond(state): state = body(state)``, at most ``most`` times."""
     alive, goes_on = _asked(cond(state), None)
+    examples = None
+    if alive is not None:
+        started = alive if _any(~alive) else None
+        examples = Examples(alive, _undifferentiated(state), started)
     taken = 0
     while goes_on and (most is None or taken < most):
         steps = taken + 1 if most is None else min(taken + 1, most - taken)
-        state, alive, goes_on = _region(body, cond, name, state, alive, steps)
+        state, examples, goes_on = _region(body, cond, name, state, examples, steps)
         taken += steps
     return state
 
 
-def _region(body: Body, cond: Cond, name: str, state: Any, alive: Any, steps: int) -> Any:
-    def block(state: Any, alive: Any) -> Any:
-        return _block(body, cond, name, state, alive, steps)
+def _region(
+    body: Body, cond: Cond, name: str, state: Any, examples: Examples | None, steps: int
+) -> Any:
+    def block(state: Any, examples: Examples | None) -> Any:
+        return _block(body, cond, name, state, examples, steps)
 
-    return run(block, (state, alive), {}, Options(name=f"up to {steps} steps of {name}"))
+    return run(block, (state, examples), {}, Options(name=f"up to {steps} steps of {name}"))
 
 
 def _block(
-    body: Body, cond: Cond, name: str, state: Any, alive: Tensor | None, steps: int
-) -> tuple[Any, Tensor | None, bool]:
+    body: Body, cond: Cond, name: str, state: Any, examples: Examples | None, steps: int
+) -> tuple[Any, Examples | None, bool]:
     """One step, and more while the condition holds, which it does at the start, up to so many.
 
     Returns:
@@ -51,13 +75,26 @@ def _block(
     """
     while steps > 1:
         half = steps // 2
-        state, alive, goes_on = _region(body, cond, name, state, alive, half)
+        state, examples, goes_on = _region(body, cond, name, state, examples, half)
         if not goes_on:
-            return state, alive, False
+            return state, examples, False
         steps -= half
-    new = body(state)
-    state = new if alive is None else _masked(alive, state, new)
-    return state, *_asked(cond(state), alive)
+    if examples is None:
+        before, state = state, body(state)
+        alive, goes_on = _asked(cond(state), None)
+        if alive is not None:  # it was a plain boolean so far, for all examples
+            examples = Examples(alive, _undifferentiated(before), None)
+        return state, examples, goes_on
+    alive, good, started = examples
+    given = _given(alive, state, good)
+    if started is None:
+        new = body(given)
+    else:
+        with _ConstantUnlessStarted(started):
+            new = body(given)
+    state = _masked(alive, state, new)
+    alive, goes_on = _asked(cond(state), alive)
+    return state, Examples(alive, _undifferentiated(given), started), goes_on
 
 
 def _asked(verdict: Any, alive: Tensor | None) -> tuple[Tensor | None, bool]:
@@ -74,10 +111,59 @@ def _asked(verdict: Any, alive: Tensor | None) -> tuple[Tensor | None, bool]:
         verdict = verdict & alive
     elif not is_mapped(verdict):
         return None, bool(verdict)
-    examples = verdict
-    while _torch.level_of(examples) > 0:
-        examples = _torch.inner_of(examples)
-    return verdict, bool(examples.any())
+    return verdict, _any(verdict)
+
+
+def _any(verdict: Tensor) -> bool:
+    """Whether it holds for one example, of all levels of ``vmap``."""
+    while _torch.level_of(verdict) > 0:
+        verdict = _torch.inner_of(verdict)
+    return bool(verdict.any())
+
+
+def _undifferentiated(state: Any) -> list[Any]:
+    """The leaves of a state, as constants."""
+    return [x.detach() if isinstance(x, Tensor) else x for x in tree.flatten(state)[0]]
+
+
+def _given(alive: Tensor, state: Any, good: list[Any]) -> Any:
+    """The state that the body gets: for examples that are done, one that they went on with."""
+    leaves, spec = tree.flatten(state)
+    for i, (x, known) in enumerate(zip(leaves, good)):
+        if isinstance(x, Tensor) and isinstance(known, Tensor):
+            leaves[i] = torch.where(alive, x, known)
+    return tree.unflatten(spec, leaves)
+
+
+class _ConstantUnlessStarted(TorchFunctionMode):
+    """Makes what a body closes over a constant for examples that never run it.
+
+    See NOTE [examples that are done].
+    """
+
+    def __init__(self, started: Tensor) -> None:
+        self.started = started
+        # For a captured tensor the one that replaces it; ``None`` for what the body has made.
+        self.known = WeakTensorKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if listening() is None:  # nothing is differentiated, or it is the engine that computes
+            return func(*args, **(kwargs or {}))
+        changes = _changes_its_first_argument(func)
+        rest = tree.map_(self._constant_unless_started, (args[changes:], kwargs or {}))
+        out = func(*args[:changes], *rest[0], **rest[1])
+        for x in tree.leaves(out):
+            if isinstance(x, Tensor):
+                self.known[x] = None
+        return out
+
+    def _constant_unless_started(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not is_tracked(x):
+            return x
+        if x not in self.known:
+            self.known[x] = torch.where(self.started, x, x.detach())
+        known = self.known[x]
+        return x if known is None else known
 
 
 def _masked(alive: Tensor, state: Any, new: Any) -> Any:
@@ -92,6 +178,15 @@ def _masked(alive: Tensor, state: Any, new: Any) -> Any:
                 f"the state must be tensors; got {describe(a)} and then {describe(b)}"
             )
     return tree.unflatten(spec, new_leaves)
+
+
+_CHANGES = {"__setitem__", "__set__", "register_hook", "retain_grad"}
+
+
+def _changes_its_first_argument(func: Any) -> bool:
+    """Whether a function writes to a tensor or adds a hook, so that no copy can replace it."""
+    name = getattr(func, "__name__", "")
+    return name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
 
 
 def aligned(api: str, before: Any, after: Any) -> tuple[list[Any], list[Any], Any]:

@@ -34,6 +34,7 @@ function mode (`captures`) sees its calls, and turns foreign tensors into inputs
 node a level (`node`). A node's backward is a region again: replay, then pull back (`pullback`).
 """
 
+from functx._remat import control_flow as control_flow
 from functx._remat import sharding as sharding
 from functx._remat.api import checked_options as checked_options
 from functx._remat.api import remat as remat

@@ -22,6 +22,7 @@ from functx import _torch
 from functx._core import contents, tree
 
 INSIDE = 1 << 40
+OUTSIDE = ("made outside",)  # a tape that is pulled back, what is on it, a leaf that is switched
 RETURN, DATA, NAMED = "return", "a tensor of data", "checkpoint_name"
 CAPTURE = "a capture of a region inside"
 ATOMS = frozenset(
@@ -46,6 +47,8 @@ LOOKS = {
 }
 # Hangs something on a tensor, where it requires grad, say; nothing is computed.
 HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}
+# Switch requires_grad of a tensor on or off.
+SWITCHES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 # What makes a tensor of Python's or NumPy's data: kept, not made again (rule 3).
 MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.frombuffer}
 MAKERS |= {Tensor.new_tensor}
@@ -75,8 +78,8 @@ class Call:
         # For each argument, those in containers too, the number of a tensor, or a tuple that says
         # what else it is:
         self.given = given
-        # Of each tensor that it returned, its number, shape and dtype:
-        self.results: list[tuple[int, torch.Size, torch.dtype]] = []
+        # Of each tensor that it returned, its number, shape and dtype (see `Listener._jagged`):
+        self.results: list[tuple[int, Any, torch.dtype]] = []
         # Of a region inside, its own log; and by its number for a further result, the number here:
         self.inner: list[Call] | None = None
         self.further: dict[int, int] = {}

@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from functx import _torch
 from functx._core import NORMALISATIONS, RematError, tree
 from functx._remat import departures, examples, levels, sharding
-from functx._remat.calls import CAPTURE, DATA, INSIDE, READ, Call, is_simple
+from functx._remat.calls import CAPTURE, DATA, INSIDE, OUTSIDE, READ, SWITCHES, Call, is_simple
 from functx._remat.ledger import Ran, Record, leave_out
 from functx._remat.ledger import ledgers as all_ledgers
 from functx._remat.listener import Listener
@@ -30,8 +30,10 @@ from functx._remat.region import Inputs
 from functx._remat.writes import check_written
 
 # Change requires_grad of a tensor, to this unless they are told; or (`None`) its data.
-_CHANGES: dict[Any, bool | None] = {Tensor.requires_grad_: True, Tensor.detach_: False}
-_CHANGES |= {Tensor.requires_grad.__set__: True, Tensor.data.__set__: None}  # type: ignore[attr-defined]
+_CHANGES: dict[Any, bool | None] = {
+    **{Tensor.detach_: False, Tensor.data.__set__: None},  # type: ignore[attr-defined]
+    **dict.fromkeys(SWITCHES, True),
+}
 # Pulls back what it is given, with the closures of that.
 ENGINE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
@@ -234,6 +236,35 @@ class Captures(Listener):
 
     # -- calls
 
+    def changes_leaf(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """See `Listener`; here the leaf is changed. From now on it is another input.
+
+        What is on the region's tape by now, or was made inside, is no such leaf.
+        """
+        t, wanted, number = args[0], _wanted(func, args, kwargs), self.number_of(args[0])
+        if not t.is_leaf or _torch.level_of(t) > 0:
+            return False
+        if number is None:
+            if self._is_inside(t) or (not wanted and id(t) in self.captured):
+                return False
+        else:  # a constant is its own stand-in
+            i = -1 - number
+            if number >= 0 or i < self.n_args or i in self.made or self.standins[i] is not t:
+                return False
+        if wanted is not t.requires_grad:
+            t.requires_grad_(wanted)
+            listener: Listener | None = self
+            while isinstance(listener, Captures):
+                listener.forget(t)
+                listener = listener.outer
+        return True
+
+    def forget(self, t: Tensor) -> None:
+        """A captured constant has become something else: what meets it next finds another input."""
+        if (known := self.known.pop(id(t), None)) is not None and -1 - known[1] in self.constants:
+            self.constants.remove(-1 - known[1])
+        self.captured.pop(id(t), None)
+
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         if func in ENGINE:
             self.hides = "a call of the engine"
@@ -257,21 +288,43 @@ class Captures(Listener):
 
     def _special(self, call: Call, func: Any, args: Any, kwargs: Any) -> None:
         if func in ENGINE:
-            if any(map(self._is_given, tree.leaves(args[:1]))):
+            if call.given[:1] != [OUTSIDE] and any(map(self._is_given, tree.leaves(args[:1]))):
                 raise departures.refused(
                     f"{self.region.title} pulls back something that was computed outside, whose "
                     "tape can't be seen. Compute it inside, or pull it back outside."
                 )
         elif func is _LABEL:
             sharding.check(args[0], self.region.title)
-        elif isinstance(t := args[0], Tensor) and self._is_given(t):
-            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", _CHANGES[func])
-            if _CHANGES[func] is None or wanted != t.requires_grad:
-                raise departures.refused(
-                    f"{self.region.title} changes requires_grad or data of a tensor that it did "
-                    f"not make, of shape {tuple(t.shape)}. Do it outside of the region (if a hook "
-                    "does it, put the region inside); what has no grad can be written with copy_()."
-                )
+        elif (
+            isinstance(t := args[0], Tensor)
+            and self._is_given(t)
+            and _wanted(func, args, kwargs) is not t.requires_grad
+        ):
+            raise departures.refused(
+                f"{self.region.title} changes requires_grad or data of a tensor that it did "
+                f"not make, of shape {tuple(t.shape)}. Do it outside of the region (if a hook "
+                "does it, put the region inside); what has no grad can be written with copy_(). "
+                "(A leaf that it closes over can be made to require grad.)"
+            )
+
+    def pulls_back_outside(self, args: Any, kwargs: Any) -> bool:
+        """See `Listener`. If results depend on something on that tape, `leaves_unseen` finds it.
+
+        What the region is given, or made, it can't have; and `backward()` would add to ``.grad``
+        again in a replay.
+        """
+        if self.due is not None:
+            return super().pulls_back_outside(args, kwargs)
+        outputs = args[0] if args else kwargs.get("outputs")
+        return all(map(self._is_outside, tree.leaves(outputs)))
+
+    def _is_outside(self, x: Any) -> bool:
+        """Whether an output, or its node, was made outside, and is no argument."""
+        if hasattr(x, "_sequence_nr"):
+            return bool(x._sequence_nr() < self.first_node)
+        if not isinstance(x, Tensor):
+            return True  # a number of an edge
+        return self.number_within(x) is None and not self._is_inside(levels.alive(x))
 
     def hang(self, t: Tensor) -> None:
         number = self.number_of(t) or self.meet(t, None, None)[0]
@@ -302,6 +355,13 @@ class Captures(Listener):
         self.made.add(number)
         self.held.append(t)
         return self.standins[number]
+
+
+def _wanted(func: Any, args: Any, kwargs: Any) -> bool | None:
+    """What a call sets ``requires_grad`` to; ``None`` where it sets something else."""
+    if func not in SWITCHES:
+        return _CHANGES[func]
+    return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
 
 
 def _modes_entered() -> int:

@@ -19,6 +19,7 @@ from functx._core import uncompiled
 from functx._remat import sharding
 from functx._remat.calls import Call
 from functx._remat.listener import listening
+from functx._remat.traced import unseen
 from functx._torch import process_patches
 
 
@@ -70,3 +71,4 @@ def _given_to_function(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 process_patches.show_applications(_given_to_function)
+process_patches.hide_nested_dummy(unseen)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -25,8 +26,10 @@ from functx._remat.calls import (
     INSIDE,
     LOOKS,
     MAKERS,
+    OUTSIDE,
     READ,
     RETURN,
+    SWITCHES,
     Call,
     in_a_row,
     listed,
@@ -39,7 +42,15 @@ from functx._remat.region import Region
 from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, peek_interpreter
 
 Body = Callable[..., list[Tensor]]
-_NO_CALLS = {*MAKERS, *HOOKS, saving.shown}
+_NO_CALLS = {*MAKERS, *HOOKS, *SWITCHES, saving.shown}
+
+
+_TAPE = (0, 1, "outputs", "inputs")  # arguments of ``torch.autograd.grad`` that are on a tape
+
+
+def _as_it_is(t: Tensor, given: list[Any]) -> tuple[Any, Tensor]:
+    """As `Listener._place`, for what is on a tape that was made outside: nothing replaces it."""
+    return OUTSIDE, t
 
 
 class Listening:
@@ -78,6 +89,7 @@ class Listener(TorchFunctionMode, Listening):
         self.serial = 0  # the last number that a result has
         self.wanted: dict[int, Tensor | None] = {}  # results that are to be held, by number
         self.leaves: set[int] = set()  # numbers of results that are leaves
+        self.jagged: list[Any] = []  # the symbolic sizes of nested tensors
         self.calls: list[Call] = []  # the log of this run
         self.at = 0  # how many calls have been made
         self.expect(expected)
@@ -213,17 +225,31 @@ class Listener(TorchFunctionMode, Listening):
             if func in HOOKS:
                 self.hang(args[0])
                 return func(*args, **kwargs)
-            if not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
+            if func in SWITCHES:
+                if self.changes_leaf(func, args, kwargs):
+                    self.log(Call(func, [OUTSIDE]))
+                    return args[0]
+            elif not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
                 return self.keep(lambda: func(*args, **kwargs))
         given: list[Any] = []
-        new_args = [listed(a, given, self._place) for a in args]
+        own = _TAPE if func is torch.autograd.grad and self.pulls_back_outside(args, kwargs) else ()
+        if own:
+            given.append(OUTSIDE)
+        new_args = [
+            listed(a, given, _as_it_is if i in own else self._place) for i, a in enumerate(args)
+        ]
         new_kwargs = {}
         for name, a in kwargs.items():
             given.append((name,))
-            new_kwargs[name] = listed(a, given, self._place)
+            new_kwargs[name] = listed(a, given, _as_it_is if name in own else self._place)
         call = Call(func, given)
         self.log(call)
-        out = self.execute(call, func, new_args, new_kwargs)
+        try:
+            out = self.execute(call, func, new_args, new_kwargs)
+        except RuntimeError as error:
+            if not own or "INTERNAL ASSERT FAILED" not in str(error):
+                raise
+            raise departures.of_ended_level(self.region.title) from error
         return self.returned(out, in_a_row(args, kwargs), in_a_row(new_args, new_kwargs))
 
     def log(self, call: Call) -> Call | None:
@@ -287,8 +313,26 @@ class Listener(TorchFunctionMode, Listening):
         if number is None and (number := self._number_due()) is None:
             number = self._next()
         self.know(t, number)
-        self.last[0].results.append((number, t.shape, t.dtype))
+        shape = t.shape if not t.is_nested else self._jagged(t)
+        self.last[0].results.append((number, shape, t.dtype))
         self._seen(t, number)
+
+    def _jagged(self, t: Tensor) -> Any:
+        """The shape of a nested tensor; each tensor of offsets has a size that equals itself alone.
+
+        In another run it is another one, so it is named by its place among those of this run.
+        """
+        shape: list[Any] = []
+        for n in t.shape:
+            if type(n) is int:
+                shape.append(n)
+                continue
+            places = [i for i, known in enumerate(self.jagged) if known == n]
+            if not places:
+                places.append(len(self.jagged))
+                self.jagged.append(n)
+            shape.append(f"j{places[0]}")
+        return tuple(shape)
 
     def _seen(self, t: Tensor, number: int) -> None:
         if number in self.wanted:
@@ -299,6 +343,14 @@ class Listener(TorchFunctionMode, Listening):
     def _next(self) -> int:
         self.serial += 1
         return self.serial
+
+    def changes_leaf(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a call has switched ``requires_grad`` of a captured leaf; a replay does not."""
+        return self.due is not None and self.due.given == [OUTSIDE]
+
+    def pulls_back_outside(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call of ``torch.autograd.grad`` is of a tape that was made outside."""
+        return self.due is not None and self.due.given[:1] == [OUTSIDE]
 
     # -- what a forward does differently
 

@@ -33,7 +33,7 @@ from weakref import ref
 from torch import Tensor
 
 from functx._core import is_of
-from functx._remat.calls import ATOMS, CAPTURE, DATA, INSIDE, NAMED, RETURN, Call, is_plain
+from functx._remat.calls import ATOMS, CAPTURE, DATA, INSIDE, NAMED, OUTSIDE, RETURN, Call, is_plain
 from functx._remat.cells import Wrapper
 from functx._remat.ledger import Ran
 from functx._torch import process_patches
@@ -112,8 +112,10 @@ def untold_in(calls: list[Call]) -> str:
             return "a custom Function"
         if isinstance(call.func, str) and call.func not in _FOLLOWED:
             return "a transform inside"
-        if INSIDE in call.given:
+        if INSIDE in call.given or OUTSIDE in call.given:
             return "an operand that no call has made"
+        if any(type(shape) is tuple for _, shape, _ in call.results):
+            return "a nested tensor"
     return ""
 
 

@@ -1,8 +1,10 @@
 """Everything that functx changes in torch or transformers for the whole process.
 
-There are three such changes, listed with their tests on the page ``docs/process_patches.md``:
+There are five such changes, listed with their tests on the page ``docs/process_patches.md``:
 
 - `show_applications`: what ``Function.apply`` is given is shown to the region whose code runs.
+- `run_control_flow`: in the code of a region, control-flow operators run in Python.
+- `hide_nested_dummy`: regions do not see how torch makes a tensor that it keeps for nested tensors.
 - `applying`: while a function is traced for JAX, attribute lookups on custom autograd Functions go
   through functx. No public interface sees ``Function.apply``: it passes through no mode, and user
   code may have bound it to a name long before.
@@ -28,6 +30,8 @@ from functx._torch import function_depth, fwd_grad_mode, inner_of, is_batched, i
 # What all custom Functions run when they are applied, under whatever name the program has it.
 APPLY: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 _UTILS: Any = torch._functorch.utils
+_HIGHER_ORDER: Any = torch._higher_order_ops.utils
+_NESTED: Any = torch.nested._internal.nested_tensor
 
 
 def show_applications(show: Callable[[Any, Any], Any]) -> None:
@@ -48,6 +52,43 @@ def show_applications(show: Callable[[Any, Any], Any]) -> None:
         return args
 
     _UTILS.unwrap_dead_wrappers = unwrap_dead_wrappers
+
+
+def run_control_flow(instead: Callable[[], Any]) -> None:
+    """From now on, let control-flow operators run in the context ``instead()``, if that gives one.
+
+    In eager, ``torch.cond`` and the like compile themselves, within ``setup_compilation_env``. No
+    mode sees that.
+    """
+    plain = _HIGHER_ORDER.setup_compilation_env
+
+    @contextmanager
+    def setup_compilation_env() -> Iterator[Any]:
+        context = instead()
+        if context is None:
+            with plain() as backend:
+                yield backend
+        else:
+            with context:
+                yield "eager"
+
+    _HIGHER_ORDER.setup_compilation_env = setup_compilation_env
+
+
+def hide_nested_dummy(unseen: Callable[[], Any]) -> None:
+    """From now on, let torch make the tensor that it keeps for jagged tensors in ``unseen()``.
+
+    The first jagged tensor of the process makes it, and all later ones use it.
+    """
+    plain = _NESTED._nt_view_dummy
+
+    def _nt_view_dummy() -> Any:
+        if _NESTED._dummy_instance is not None:
+            return plain()
+        with unseen():
+            return plain()
+
+    _NESTED._nt_view_dummy = _nt_view_dummy
 
 
 def plain_apply(cls: Any) -> Callable[..., Any]:

@@ -10,8 +10,9 @@ from cases import numbers
 from references import assert_same
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors, make_boxed_func
 from torch._functorch.partitioners import default_partition
+from torch._library.effects import EffectType
 from torch.export.experimental import _export_forward_backward
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
@@ -211,10 +212,13 @@ def two_passes(params, x):
 
 @pytest.mark.parametrize("step", [two_steps, two_passes])
 def test_several_backward_passes_compute_again_each(step):
-    params = dict(NET.named_parameters())
-    joint = make_fx(step, tracing_mode="fake")(params, X)
+    args = (
+        dict(NET.named_parameters()),
+        numbers(256, WIDTH),
+    )  # activations are larger than gradients
+    joint = make_fx(step, tracing_mode="fake")(*args)
     less = remat(joint, policy=[aten.add.Tensor])
-    (expected, most), (found, peak) = ran(joint, (params, X)), ran(less, (params, X))
+    (expected, most), (found, peak) = ran(joint, args), ran(less, args)
     assert all(map(torch.equal, found, expected))
     assert peak < 0.85 * most
     runs = {n.name[-1] for n in less.graph.nodes if "_again_" in n.name}
@@ -267,3 +271,164 @@ def test_wrong_use_says_what_to_do():
     named = make_fx(torch.func.grad(lambda x: functx.checkpoint_name(x.sin(), "a").exp().sum()))(X)
     with pytest.raises(ValueError, match="can't offload"):
         remat(named, policy=offload)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_it_is_a_part_of_a_partition_function(checkpointed):
+    """What runs again belongs to the backward graph, and nobody computes it again once more."""
+    kept, graphs = {}, {}
+
+    def compiled(model, **options):
+        def partition_fn(joint, *args, **kwargs):
+            joint = remat(joint, **options) if options else joint
+            forward, backward = default_partition(joint, *args, **kwargs)
+            *_, outputs = forward.graph.nodes
+            name = bool(options)
+            kept[name] = sum(
+                n.meta["val"].nbytes for n in outputs.args[0] if n.op == "call_function"
+            )
+            graphs[name] = collections.Counter(n.target for n in backward.graph.nodes)
+            return forward, backward
+
+        plain = lambda graph, inputs: make_boxed_func(graph)
+        backend = aot_autograd(fw_compiler=plain, bw_compiler=plain, partition_fn=partition_fn)
+        torch._dynamo.reset()
+        loss = torch.compile(model, backend=backend)(X)
+        return torch.autograd.grad(loss, [*model.parameters()])
+
+    expected = compiled(net())
+    found = compiled(net(checkpointed=checkpointed), policy=[aten.add.Tensor])
+    assert_same(found, expected, eps=4)
+    assert kept[True] < 0.5 * kept[False]
+    assert graphs[True][aten.tanh.default] == BLOCKS
+    assert graphs[True][aten.addmm.default] == BLOCKS  # of each block the first
+
+
+def accumulated_as_they_come(params, x):
+    total = [torch.zeros_like(p) for p in params]
+    for part in x.chunk(4):
+        total = [a + g for a, g in zip(total, gradients_of(params, part), strict=True)]
+    return total
+
+
+def accumulated_at_the_end(params, x):
+    return [sum(g) for g in zip(*[gradients_of(params, part) for part in x.chunk(3)], strict=True)]
+
+
+def updated(params, x):
+    """What the next forward reads depends on the backward before."""
+    for part in x.chunk(3):
+        gradients = gradients_of(params, part)
+        params = [p - 0.1 * g for p, g in zip(params, gradients, strict=True)]
+    return params
+
+
+def updated_by_momentum(params, x):
+    momenta, labels = [torch.zeros_like(p) for p in params], (x > 0).to(x.dtype)
+    for part, label in zip(x.chunk(3), labels.chunk(3), strict=True):
+        gradients = gradients_of(params, part, label)
+        momenta = [0.9 * m + g for m, g in zip(momenta, gradients, strict=True)]
+        params = [p - 0.1 * m / (m.norm() + 1) for p, m in zip(params, momenta, strict=True)]
+    return params, momenta
+
+
+def pulled_back_twice(params, x):
+    params = [p.detach().requires_grad_() for p in params]
+    first = layers(params[:3], x)
+    losses = first.mean(), layers(params[3:], first).square().mean()
+    some = torch.autograd.grad(losses[0], params[:3], retain_graph=True)
+    return [sum(g) for g in zip(some, torch.autograd.grad(losses[1], params))]
+
+
+def differentiated_twice(params, x):
+    params = [p.detach().requires_grad_() for p in params]
+    first = torch.autograd.grad(layers(params, x).mean(), params, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in first), params)
+
+
+def layers(params, x):
+    for p in params:
+        x = torch.tanh(x @ p).sin()
+    return x
+
+
+def gradients_of(params, x, label=0.0):
+    params = [p.detach().requires_grad_() for p in params]
+    return torch.autograd.grad((layers(params, x) - label).square().mean(), params)
+
+
+SEVERAL = [accumulated_as_they_come, accumulated_at_the_end, updated, updated_by_momentum]
+
+
+@pytest.mark.parametrize("step", [*SEVERAL, pulled_back_twice, differentiated_twice])
+@pytest.mark.parametrize(
+    "options",
+    [{"policy": cp.nothing_saveable}, {"policy": cp.dots_saveable}, {"budget": 0.8}],
+    ids=str,
+)
+def test_a_backward_pass_does_not_run_again_for_what_it_hands_on(step, options):
+    args = [numbers(WIDTH, WIDTH, start=i) / 4 for i in range(6)], numbers(240, WIDTH)
+    joint = make_fx(step, tracing_mode="fake")(*args)
+    less = remat(joint, **options)
+    (expected, most), (found, peak) = ran(joint, args), ran(less, args)
+    assert all(map(torch.equal, found, expected))
+    assert peak <= (0.8 if "budget" in options else 0.85 if "dots" in str(options) else 1) * most
+    pulled = [n for n in again(less).elements() if "backward" in str(n)]
+    assert not pulled or step is differentiated_twice
+
+
+@torch.library.custom_op("functx_tests::logged", mutates_args=())
+def logged(x: torch.Tensor, at: int) -> torch.Tensor:
+    LOG.append(at)
+    return x.clone()
+
+
+LOG: list[int] = []
+logged.register_fake(lambda x, at: torch.empty_like(x))
+logged.register_effect(EffectType.ORDERED)
+logged.register_autograd(
+    lambda ctx, g: (logged(g, -ctx.at), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "at", inputs[1]),
+)
+
+
+def test_ordered_effects_run_once_and_in_order():
+    def step(x):
+        x = y = x.detach().requires_grad_()
+        for at in (1, 2, 3):
+            y = logged(torch.tanh(y), at).exp().sin()
+        return torch.autograd.grad(y.sum(), x)
+
+    joint = make_fx(step, tracing_mode="fake")(X)
+    for options in ({"policy": cp.nothing_saveable}, {"budget": 0.8}):
+        less = remat(joint, **options)
+        assert again(less)
+        LOG.clear()
+        assert_same(less(X), joint(X), eps=4)
+        assert LOG == 2 * [1, 2, 3, -3, -2, -1]
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
+def test_a_share_is_one_of_the_peak_that_is_measured(share):
+    """Of several results of one operator, each is freed by itself."""
+    torch.manual_seed(0)
+    layer = lambda: (nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU())
+    model = nn.Sequential(*[x for _ in range(4) for x in layer()], nn.MaxPool2d(2)).double()
+    args = dict(model.named_parameters()), numbers(6, 4, 8, 8)
+
+    joint = make_fx(lambda p, x: step_of(nn.Sequential(model, Square()))(under(p), x))(*args)
+    less = remat(joint, budget=share)
+    (expected, most), (found, peak) = ran(joint, args), ran(less, args)
+    assert_same(found, expected, eps=4)
+    known = Joint(joint.graph)
+    assert known.peak(known.steps(set())) == most
+    assert peak <= share * most
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
+
+def under(params):
+    return {f"0.{name}": p for name, p in params.items()}

@@ -8,6 +8,7 @@ from cases import DTYPE, apply, numbers
 from references import assert_same, count, total
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import functx
 from functx._loops import binomial
@@ -346,3 +347,59 @@ def test_examples_may_end_at_different_steps(stack):
         return found(f, stack, numbers(5) + 1.3)
 
     assert_same(run(functx.remat_loop), run(masked), eps=ROUNDINGS)
+
+
+def finished_at_a_pole(loop, x, c):
+    """The step behind the last one takes the square root of a negative number."""
+    body = lambda s: (s[0] - 1, torch.sqrt(s[0] - 1) * s[1])
+    return loop(body, (x, x * 0 + c), lambda s: s[0] > 1)[1]
+
+
+def finished_where_a_closure_is_differentiated(loop, x, c):
+    def body(s):
+        return s[0] - c, torch.log(s[0] / (c * x) * x - 0.9) * s[1] + torch.sqrt(s[0] - c)
+
+    return loop(body, (x, x * 0 + 1.0), lambda s: s[0] > 1.5)[1]
+
+
+def finished_on_a_norm(loop, x, c):
+    """The last state is zero, where a norm has no derivative."""
+
+    def body(s):
+        return s[0] - 1, (s[1] * (s[0] - 1)) / torch.linalg.vector_norm(s[1].reshape(1)) * c
+
+    return loop(body, (torch.ceil(x).detach(), x), lambda s: s[0] >= 1)[1]
+
+
+@pytest.mark.parametrize("order", ["vmap(grad)", "grad(vmap)", "vmap(hessian)", "vmap(jacfwd)"])
+@pytest.mark.parametrize(
+    "program",
+    [finished_at_a_pole, finished_where_a_closure_is_differentiated, finished_on_a_norm],
+    ids=lambda p: p.__name__,
+)
+def test_an_example_that_is_done_changes_no_gradient(program, order):
+    """Also one that is done before the first step."""
+    xs, c = torch.tensor([2.5, 6.0, 0.5, 1.2], dtype=DTYPE), torch.tensor(1.0, dtype=DTYPE)
+    one = lambda x, c: program(plain.while_it_holds, x, c)
+    many = lambda x, c: program(functx.remat_loop, x, c)
+    if order == "grad(vmap)":
+        f = lambda xs, c: functx.vmap(many, (0, None))(xs, c).sum()
+        found = functx.grad(f, (0, 1))(xs, c)
+        each = [torch.func.grad(one, (0, 1))(x, c) for x in xs]
+        expected = torch.stack([dx for dx, _ in each]), sum(dc for _, dc in each)
+    else:
+        name = order[5:-1]
+        found = functx.vmap(getattr(functx, name)(many, (0, 1)), (0, None))(xs, c)
+        each = [getattr(torch.func, name)(one, (0, 1))(x, c) for x in xs]
+        flat = [torch.stack(leaves) for leaves in zip(*map(tree_leaves, each))]
+        found, expected = tree_leaves(found), flat
+    assert all(t.isfinite().all() for t in expected)
+    assert_same(found, expected, eps=ROUNDINGS)
+
+
+def test_a_write_in_a_body_that_some_examples_never_run_is_refused_as_in_any_region():
+    captured = numbers(3).requires_grad_() * 1.0
+    body = lambda s: s - captured.mul_(0.5)
+    loop = lambda x: functx.remat_loop(body, x, lambda s: s > 1)
+    with pytest.raises(RuntimeError, match=r"in-place|in place"):
+        functx.vmap(loop)(torch.tensor([0.5, 2.0, 3.0], dtype=DTYPE))

@@ -1,6 +1,7 @@
 """Every private name of torch that functx uses still exists, and means what it is used for."""
 
 import ast
+import contextlib
 import importlib
 import sys
 
@@ -10,7 +11,7 @@ from torch._higher_order_ops import wrap
 from torch.utils.checkpoint import checkpoint
 
 from functx import _torch
-from functx._torch import compiler, process_patches, slots
+from functx._torch import compiler, control_flow, process_patches, slots
 
 from . import house
 
@@ -162,6 +163,26 @@ def test_the_body_of_apply_looks_up_what_unwraps_its_arguments_at_each_call(monk
     monkeypatch.setattr(torch._functorch.utils, "unwrap_dead_wrappers", shown)
     apply(x, 3)
     assert given == [(True, Sine, (x, 3))]
+
+
+def test_control_flow_operators_prepare_their_compilation_in_one_function(monkeypatch):
+    """See docs/process_patches.md. They hand what they are given to the operator in eager."""
+    before, given = torch._higher_order_ops.utils.setup_compilation_env, []
+
+    @contextlib.contextmanager
+    def shown():
+        with control_flow.compiler_off(), Shows():
+            yield "eager"
+
+    class Shows(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            given.append(func)
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(torch._higher_order_ops.utils, "setup_compilation_env", shown)
+    assert before is not torch._higher_order_ops.utils.setup_compilation_env
+    torch.cond(torch.tensor(True), torch.sin, torch.cos, (torch.ones(2),))
+    assert given[0] is control_flow.cond_op
 
 
 def test_a_node_of_a_region_is_made_without_that_body():
