@@ -1,0 +1,222 @@
+"""The sweep of derivatives in JAX: a table in ``bench/results``, and the page made of it."""
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import jax
+import torch
+
+import functx
+from functx._core.errors import LoweringError
+from functx.compat import to_jax
+from functx.compat._bridge import array_from_torch
+from functx.compat._to_jax.rules import table
+from tools.derivatives import by_hand, database_cases
+from tools.derivatives.causes import CAUSES, NOT_SWEPT, OF_JAX
+from tools.derivatives.judge import JAX, KINK, UNCLEAR, as_list, judge
+from tools.opinfo.database import one_line
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "bench" / "results" / "derivatives_in_jax.json"
+PAGE = ROOT / "docs" / "derivatives_in_jax.md"
+KEPT = ROOT / ".sweep"
+PARTS = 8
+
+
+def cases():
+    """All, in the order in which they are shared out to the parts of the sweep."""
+    return [*by_hand.cases(), *database_cases.cases()]
+
+
+def base(name):
+    """The name without the number of the sample."""
+    return name.partition(", sample ")[0]
+
+
+def rule_names():
+    """All names of each rule, by one of them."""
+    by_rule = defaultdict(list)
+    for name, rule in table.named().items():
+        by_rule[id(rule)].append(name.removeprefix("aten::"))
+    return {min(names): sorted(names) for names in by_rule.values()}
+
+
+def drawing_rules():
+    """Those that draw random numbers, which are compared by distribution elsewhere."""
+    drawing = {name.removeprefix("aten::") for name, r in table.named().items() if r.random}
+    return {first for first, names in rule_names().items() if drawing & set(names)}
+
+
+def rules_of(case):
+    """The rules that a case is lowered to, with those of its gradient by torch."""
+    firsts = {name: first for first, names in rule_names().items() for name in names}
+    named = {id(rule): name.removeprefix("aten::") for name, rule in table.named().items()}
+    xs = next(iter(case.points.values()))
+    functions = [case.f]
+    if case.differentiable:
+        at = tuple(i for i, x in enumerate(xs) if x.is_floating_point())
+        functions.append(functx.grad(lambda *xs: _total(case.f(*xs)), at))
+    found = set()
+    for f in functions:
+        try:
+            program = to_jax(f, rng=True).program(jax.random.key(0), *map(array_from_torch, xs))
+        except (LoweringError, RuntimeError, TypeError):
+            continue
+        for node in program.module.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload):
+                rule = table.lookup(node.target)
+                found |= {firsts[named[id(rule)]]} if rule is not None else set()
+    return sorted(found)
+
+
+def _total(out):
+    tensors = [x for x in as_list(out) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return sum(x.double().sum() for x in tensors)
+
+
+def row(case):
+    """What came of one case, as it is written down; without points where it can't be lowered."""
+    try:
+        points, verdicts = judge(case)
+    except LoweringError as error:
+        return {"name": case.name, "points": 0, "refused": one_line(error), "verdicts": []}
+    return {
+        "name": case.name,
+        "points": points,
+        "rules": rules_of(case) if points else [],
+        "verdicts": [list(v) for v in verdicts],
+    }
+
+
+def rows(chosen):
+    found = []
+    for count, case in enumerate(chosen):
+        found.append(row(case))
+        if count % 32 == 31:
+            jax.clear_caches()
+    return found
+
+
+def differing(verdicts):
+    """The points at which something differs."""
+    return {point for _, point, *_ in verdicts}
+
+
+def without_a_cause(found):
+    """Cases that differ, and of which nobody says why."""
+    return sorted({base(r["name"]) for r in found if r["verdicts"]} - CAUSES.keys())
+
+
+def joined(paths):
+    """The rows of all parts; None while some are missing, or of other versions."""
+    if not all(path.exists() for path in paths):
+        return None
+    texts = [path.read_text().splitlines() for path in paths]
+    heads = {head for head, *_ in texts}
+    if len(heads) > 1:
+        return None
+    versions = json.loads(heads.pop())
+    found = [json.loads(line) for _, *lines in texts for line in lines]
+    return {"versions": versions, "rows": found}
+
+
+def written(of):
+    """The table: of each rule and case how many points there are, and at how many all agree."""
+    rules = defaultdict(lambda: [0, 0])
+    by_case = defaultdict(lambda: {"points": 0, "agree": 0, "verdicts": []})
+    for r in of["rows"]:
+        if not r["points"]:
+            continue
+        agree = r["points"] - len(differing(r["verdicts"]))
+        for rule in r["rules"]:
+            rules[rule][0] += r["points"]
+            rules[rule][1] += agree
+        case = by_case[base(r["name"])]
+        case["points"] += r["points"]
+        case["agree"] += agree
+        case["verdicts"] += r["verdicts"]
+    return {
+        "versions": of["versions"],
+        "rules": {name: rules[name] for name in sorted(rules)},
+        "cases": {name: by_case[name] for name in sorted(by_case)},
+    }
+
+
+_INTRODUCTION = """
+`make sweep` compares functions that `to_jax` has lowered with torch, in float64, at points where
+formulas change: zero, ties, equal arguments, targets of 0 and 1, repeated singular values and
+eigenvalues, bounds of clamps and windows, large and tiny numbers, empty sizes. At each point these
+are compared: the value; the gradient; the product of the Hessian with a vector, in reverse over
+reverse and in forward over reverse mode; the gradient that `functx.grad` takes in torch, lowered;
+and its derivative in forward mode. torch is the judge. Where it and JAX differ, differences of
+torch's values and gradients tell who is right, if the function is smooth there.
+""".strip().splitlines()
+
+
+def page(of):
+    """The documentation page."""
+    swept, listed = of["rules"], rule_names()
+    points = sum(case["points"] for case in of["cases"].values())
+    agree = sum(case["agree"] for case in of["cases"].values())
+    whole = sum(n == same for n, same in swept.values())
+    wrong = {name: case for name, case in of["cases"].items() if case["verdicts"]}
+    missing = sorted(listed.keys() - swept.keys() - drawing_rules())
+    lines = [
+        "# Derivatives in JAX, to second order",
+        "",
+        *_INTRODUCTION,
+        "",
+        f"{of['versions']}. All points that differ are in `bench/results/derivatives_in_jax.json`.",
+        "",
+        "| | |",
+        "|---|---:|",
+        f"| rules of `to_jax` | {len(listed)} |",
+        f"| swept | {len(swept)} |",
+        f"| all quantities agree at all points | {whole} |",
+        f"| functions | {len(of['cases'])} |",
+        f"| points | {points:,} |",
+        f"| points at which all quantities agree | {agree:,} |",
+        f"| points at which one differs, each with a cause below | {points - agree:,} |",
+        "",
+        "## Where something differs",
+        "",
+        "*torch*: JAX is right. *Neither*: there is no derivative, and each has its own choice;",
+        "or both have lost all digits. *JAX*: torch is right.",
+        "",
+        "| function | points | that differ | of these torch, neither, JAX | cause |",
+        "|---|---:|---:|---|---|",
+    ]
+    for name, case in wrong.items():
+        who = Counter()
+        for point in differing(case["verdicts"]):
+            outcomes = {outcome for _, at, outcome, _ in case["verdicts"] if at == point}
+            neither = outcomes & {KINK, UNCLEAR}
+            who["JAX" if JAX in outcomes else "neither" if neither else "torch"] += 1
+        parts = ", ".join(str(who[part]) for part in ("torch", "neither", "JAX"))
+        lines.append(
+            f"| `{name}` | {case['points']} | {case['points'] - case['agree']} | {parts}"
+            f" | {CAUSES[name]} |"
+        )
+    lines += [
+        "",
+        "## What is JAX's own fault",
+        "",
+        "Derivatives of JAX's functions that are wrong. `to_jax` has definitions of its own in",
+        "their place, unless the table above says otherwise.",
+        "",
+        "| function | what is wrong |",
+        "|---|---|",
+        *(f"| `{name}` | {what} |" for name, (what, _) in OF_JAX.items()),
+        "",
+        "## What is not swept",
+        "",
+        f"- {len(drawing_rules())} rules draw random numbers:"
+        " [compared by distribution](opinfo_jax.md).",
+        *(f"- `{name}`: {NOT_SWEPT[name]}." for name in missing),
+        "- Entries of torch's database: "
+        + "; ".join(f"`{name}`, {why}" for name, why in sorted(database_cases.LEFT_OUT.items()))
+        + ".",
+        "",
+    ]
+    return "\n".join(lines)
