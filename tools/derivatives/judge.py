@@ -79,7 +79,11 @@ def judge(case):
             count += xs[0].numel()
         else:
             count += 1
-        found = {**_numbers(run, xs), **_numbers(lowered, xs)}
+        try:
+            found = {**_numbers(run, xs), **_numbers(lowered, xs)}
+        except (NotImplementedError, ValueError, TypeError) as error:
+            verdicts.append(Verdict("all", label, JAX, str(error).splitlines()[0]))
+            continue
         for quantity in QUANTITIES:
             if quantity in found and (derivable or quantity == VALUE):
                 verdicts += _compare(case, label, quantity, found, ours)

@@ -60,7 +60,7 @@ def rules_of(case):
     found = set()
     for f in functions:
         try:
-            program = to_jax(f, rng=True).program(jax.random.key(0), *map(array_from_torch, xs))
+            program = to_jax(f, rng=True).program(*map(array_from_torch, xs))
         except (LoweringError, RuntimeError, TypeError):
             continue
         for node in program.module.graph.nodes:
@@ -98,6 +98,28 @@ def rows(chosen):
     return found
 
 
+def versions():
+    torch_s = torch.__version__.split("+")[0]
+    return f"torch {torch_s}, JAX {jax.__version__}, functx {functx.__version__}"
+
+
+def paths():
+    return [KEPT / f"derivatives-{part}" for part in range(PARTS)]
+
+
+def run_part(part):
+    """The rows of one part, kept; with the last of all parts the table and the page are written."""
+    KEPT.mkdir(exist_ok=True)
+    found = rows(cases()[part::PARTS])
+    paths()[part].write_text("\n".join([versions(), *map(json.dumps, found)]) + "\n")
+    of = joined(paths())
+    if of is not None:
+        table_of = written(of)
+        TABLE.write_text(json.dumps(table_of, indent=1) + "\n")
+        PAGE.write_text(page(table_of))
+    return found
+
+
 def differing(verdicts):
     """The points at which something differs."""
     return {point for _, point, *_ in verdicts}
@@ -116,7 +138,7 @@ def joined(paths):
     heads = {head for head, *_ in texts}
     if len(heads) > 1:
         return None
-    versions = json.loads(heads.pop())
+    versions = heads.pop()
     found = [json.loads(line) for _, *lines in texts for line in lines]
     return {"versions": versions, "rows": found}
 
@@ -196,7 +218,7 @@ def page(of):
         parts = ", ".join(str(who[part]) for part in ("torch", "neither", "JAX"))
         lines.append(
             f"| `{name}` | {case['points']} | {case['points'] - case['agree']} | {parts}"
-            f" | {CAUSES[name]} |"
+            f" | {CAUSES.get(name, '?')} |"
         )
     lines += [
         "",
@@ -213,7 +235,7 @@ def page(of):
         "",
         f"- {len(drawing_rules())} rules draw random numbers:"
         " [compared by distribution](opinfo_jax.md).",
-        *(f"- `{name}`: {NOT_SWEPT[name]}." for name in missing),
+        *(f"- `{name}`: {NOT_SWEPT.get(name, '?')}." for name in missing),
         "- Entries of torch's database: "
         + "; ".join(f"`{name}`, {why}" for name, why in sorted(database_cases.LEFT_OUT.items()))
         + ".",

@@ -228,6 +228,12 @@ def _eigh(a: Any, uplo: str = "L", compute_v: bool = True) -> Any:
     return w, v if compute_v else jnp.zeros((0,), a.dtype)
 
 
+def _eig(a: Any) -> Any:
+    if not a.size:  # of which JAX has no derivatives
+        return jnp.zeros(a.shape[:-1], a.dtype), a
+    return lax.linalg.eig(a, compute_left_eigenvectors=False, enable_eigvec_derivs=True)
+
+
 @rule("_linalg_svd")
 def _svd(
     a: Any, full_matrices: bool = False, compute_uv: bool = True, *, driver: Any = None
@@ -327,10 +333,8 @@ rules(
         "_linalg_check_errors": lambda *_, **__: None,
         "_linalg_slogdet": lambda a: (*jnp.linalg.slogdet(a), *_packed(a)),
         "cholesky": lambda a, upper=False: _cholesky_ex(a, upper=upper)[0],
-        "linalg_eig": lambda a: lax.linalg.eig(
-            a, compute_left_eigenvectors=False, enable_eigvec_derivs=True
-        ),
-        "linalg_eigvals _linalg_eigvals": jnp.linalg.eigvals,
+        "linalg_eig": _eig,
+        "linalg_eigvals _linalg_eigvals": lambda a: jnp.linalg.eigvals(a) if a.size else _eig(a)[0],
         "linalg_inv_ex": lambda a, **_: (jnp.linalg.inv(a), _singular(_packed(a)[0])),
         "linalg_lu": lambda a, **_: _unpack(*lax.linalg.lu(a)[::2]),
         "linalg_matrix_exp": lambda a: _expm(a) if a.size else a,

@@ -24,10 +24,17 @@ from functx.compat._to_jax.rules.table import rule, rules
 
 _POINTS = 128
 
+
+def _at_zero(f: Callable[[Any, Any], Any], a: Any, x: Any, value: float) -> Any:
+    """An incomplete gamma function, with its limit at an order of zero, where JAX has NaN."""
+    limit = (a == 0) & (x > 0)
+    return jnp.where(limit, value, f(jnp.where(limit, 1.0, a), x))
+
+
 rules(
     {
-        "igamma": special.gammainc,
-        "igammac": special.gammaincc,
+        "igamma": lambda a, x: _at_zero(special.gammainc, a, x, 1.0),
+        "igammac": lambda a, x: _at_zero(special.gammaincc, a, x, 0.0),
         "special_entr": special.entr,
         "special_log_ndtr": special.log_ndtr,
         "special_ndtr": special.ndtr,
