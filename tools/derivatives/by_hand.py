@@ -416,7 +416,7 @@ def networks():
     attention = torch.nn.MultiheadAttention(4, 2, batch_first=True).double()
     yield Case("networks: attention", lambda x: attention(x, x, x)[0], inputs)
     block = torch.nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True).double()
-    yield Case("networks: TransformerEncoderLayer", block, inputs)
+    yield Case("networks: TransformerEncoderLayer", lambda x: block(x), inputs)
     yield Case("networks: fft", lambda x: torch.fft.rfft(x).abs(), inputs)
     yield Case("networks: stft", lambda x: torch.fft.irfft(torch.fft.rfft(x) ** 2), inputs)
 

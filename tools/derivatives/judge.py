@@ -261,6 +261,8 @@ def in_jax(case):
             FORWARD: jax.jvp(gradient, some, vectors)[1],
         }
 
+    if not case.differentiable:
+        return jax.jit(run), None
     first = next(iter(case.points.values()))
     at = tuple(_floating(first))
     of_torch = to_jax(functx.grad(lambda *xs: _loss(case.f)(*xs)[0], at))
@@ -270,8 +272,7 @@ def in_jax(case):
         gradient = lambda *some: of_torch(*_placed(xs, at, some))
         return dict(zip((LOWERED, AGAIN), jax.jvp(gradient, some, vectors)))
 
-    lowers = case.differentiable and _lowers(of_torch, first)
-    return jax.jit(run), jax.jit(lowered) if lowers else None
+    return jax.jit(run), jax.jit(lowered) if _lowers(of_torch, first) else None
 
 
 def _lowers(f, xs):

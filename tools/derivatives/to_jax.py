@@ -55,7 +55,7 @@ def rules_of(case):
     xs = next(iter(case.points.values()))
     functions = [case.f]
     if case.differentiable:
-        at = tuple(i for i, x in enumerate(xs) if x.is_floating_point())
+        at = tuple(i for i, x in enumerate(xs) if x.dtype == torch.float64)
         functions.append(functx.grad(lambda *xs: _total(case.f(*xs)), at))
     found = set()
     for f in functions:
@@ -79,8 +79,9 @@ def row(case):
     """What came of one case, as it is written down; without points where it can't be lowered."""
     try:
         points, verdicts = judge(case)
-    except LoweringError as error:
-        return {"name": case.name, "points": 0, "refused": one_line(error), "verdicts": []}
+    except Exception as error:  # above all a LoweringError; what else there is, the table names
+        said = f"{type(error).__name__}: {one_line(error)}"
+        return {"name": case.name, "points": 0, "refused": said, "verdicts": []}
     return {
         "name": case.name,
         "points": points,
@@ -160,6 +161,7 @@ def written(of):
         case["verdicts"] += r["verdicts"]
     return {
         "versions": of["versions"],
+        "refused": {r["name"]: r["refused"] for r in of["rows"] if "refused" in r},
         "rules": {name: rules[name] for name in sorted(rules)},
         "cases": {name: by_case[name] for name in sorted(by_case)},
     }
