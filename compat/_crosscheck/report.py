@@ -117,13 +117,13 @@ class Crosscheck(Printed):
             )
         for what, ways in self.ways.items():
             for name in (TRACED, COMPILED):
-                d = ways[name].difference
-                if d is None or (d.agrees if rtol is None else d.relative <= rtol):
+                way = ways[name].difference
+                if way is None or (way.agrees if rtol is None else way.relative <= rtol):
                     continue
-                allowed = d.allowed if rtol is None else rtol
+                allowed = way.allowed if rtol is None else rtol
                 found.append(
-                    f"the {what} of torch in eager and {_SAID[name]} differ at {d.where}"
-                    f" ({d.dtype}){_how_far(d, allowed, name)}"
+                    f"the {what} of torch in eager and {_SAID[name]} differ at {way.where}"
+                    f" ({way.dtype}){_how_far(way, allowed, name)}"
                 )
         a, b = self.kept_torch, self.kept_jax
         if kept and a is not None and b is not None and not self.kept_equal:

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 import functx
-from functx._core import tree
+from functx._core import operation_name, tree
+from functx._torch.lowering import OpOverload
 from functx.compat._crosscheck.precision import Difference
 from functx.compat._crosscheck.products import PRODUCTS, products_of
 
@@ -30,12 +31,12 @@ EAGER, TRACED, COMPILED, JAX = "eager", "traced", "functx.jit", "JAX"
 
 @dataclass(frozen=True)
 class Way:
-    """What one way of computing a quantity gives and takes.
+    """The results and the costs of one way to compute a quantity.
 
     Attributes:
         difference: from eager; None of eager itself.
         products: matrix products and convolutions that ran.
-        again: of those, that computed once more what had been computed.
+        again: how many of them repeat an earlier one.
         bytes: at the peak; of JAX the temporary ones of the compiled program.
     """
 
@@ -56,7 +57,7 @@ class Traced:
 
 
 def traced(run: Callable[..., Any], args: Sequence[Any], peak: bool) -> tuple[Traced, list[Any]]:
-    """The trace of a function, run as it is; and its graphs."""
+    """Run the trace of a function; the graphs come second."""
     graphs: list[Any] = []
 
     def as_it_is(graph: Any, inputs: Any) -> Any:
@@ -79,7 +80,7 @@ def compiled(
     """A function as `functx.jit` compiles it; ``graphs`` are those that it gives the compiler."""
     function = functx.jit(run, backend=backend)
     results = tree.leaves(function(*args))
-    # Kineto, which is the default, writes lines of its own to stderr.
+    # The default, Kineto, writes lines to stderr.
     with profile(use_kineto=False) as events:
         function(*args)
     calls = Counter(
@@ -121,12 +122,12 @@ def _within_product(event: Any) -> bool:
 
 
 def _name(node: Any) -> str:
-    return str(node.target.overloadpacket).rpartition(".")[2]
+    return operation_name(node.target) if isinstance(node.target, OpOverload) else ""
 
 
 def _nodes(graph: Any) -> list[Any]:
     """The nodes that compute products."""
-    calls = (n for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
+    calls = (n for n in graph.graph.nodes if isinstance(n.target, OpOverload))
     return [n for n in calls if products_of(_name(n), n.args)]
 
 
@@ -147,13 +148,9 @@ def _numbers(graph: Any) -> list[Hashable]:
             known[node] = len(known) + len(seen)
             seen[node.name, "input"] = known[node]
             continue
-        if _name_of_any(node) in ("detach", "alias") and node.args:
+        if _name(node) in ("detach", "alias") and node.args:
             known[node] = known[node.args[0]]
             continue
         args = torch.fx.map_arg((node.args, node.kwargs), lambda n: ("value", number(n)))
         known[node] = seen.setdefault((node.target, repr(args)), len(known) + len(seen))
     return [known[n] for n in _nodes(graph)]
-
-
-def _name_of_any(node: Any) -> str:
-    return _name(node) if isinstance(node.target, torch._ops.OpOverload) else ""

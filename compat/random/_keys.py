@@ -144,8 +144,8 @@ def split(key: Tensor, num: int | Sequence[int] = 2) -> Tensor:
         torch.Size([3, 2])
     """
     check_key("split", key)
-    shape = (num,) if isinstance(num, Integral | torch.SymInt) else num
-    return key_of(*random_words(key, check_shape("split", shape)), key.dtype)
+    sizes: Any = (num,) if isinstance(num, Integral | torch.SymInt) else num
+    return key_of(*random_words(key, check_shape("split", sizes)), key.dtype)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
@@ -320,7 +320,7 @@ def check_key(name: str, key: Any, batched: bool = False) -> None:
 
 
 def as_integer(x: Any) -> Any:
-    """An integer of NumPy as one of Python; anything else as it is."""
+    """Convert an integer of NumPy to one of Python; leave anything else as it is."""
     return int(x) if isinstance(x, Integral) and not isinstance(x, bool) else x
 
 

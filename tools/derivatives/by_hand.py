@@ -198,6 +198,14 @@ def linear_algebra():
     }
     for name, f in of_any.items():
         yield Case(f"linalg: {name}", f, SQUARE | SINGULAR)
+    four = {
+        "drawn": (drawn(4, 4),),
+        "rank 3": (drawn(4, 3) @ drawn(3, 4),),
+        "rank 2": (drawn(4, 2) @ drawn(2, 4),),
+        "a row of zeros": (drawn(4, 4) * numbers(0, 1, 1, 1)[:, None],),
+        "equal rows": (drawn(4, 4).round()[[0, 0, 1, 2]],),
+    }
+    yield Case("linalg: det of four rows", torch.linalg.det, four)
     for wide in (False, True):
         turned = (lambda a: a.mT) if wide else (lambda a: a)
         of = "a wide matrix" if wide else "a tall matrix"
@@ -264,7 +272,7 @@ def windows():
             *F.max_pool3d(x, (1, 1, 2), return_indices=True), (1, 1, 2)
         ),
         "fractional_max_pool3d": lambda x: F.fractional_max_pool3d(
-            x, 2, (2, 2, 3), _random_samples=torch.full((1, 2, 3), 0.3, dtype=F64)
+            x, 2, (1, 1, 2), _random_samples=torch.full((1, 2, 3), 0.3, dtype=F64)
         ),
     }
     for name, f in pools.items():
@@ -398,7 +406,7 @@ def powers():
     yield of_numbers("hardtanh", lambda x: F.hardtanh(x) ** 2)
     yield of_numbers("relu6 of a square", lambda x: F.relu6(x * x))
     yield of_numbers("clamp of a square", lambda x: (x * x).clamp(0.25, 9))
-    yield of_numbers("glu", lambda x: F.glu(torch.stack([x, x])))
+    yield of_numbers("glu", lambda x: F.glu(torch.stack([x, x], -1))[..., 0])
     for n in (0, 1, 2):
         yield of_numbers(f"polygamma, {n}", lambda x, n=n: torch.polygamma(n, x), POSITIVE)
 
@@ -421,6 +429,51 @@ def networks():
     yield Case("networks: stft", lambda x: torch.fft.irfft(torch.fft.rfft(x) ** 2), inputs)
 
 
+def rest():
+    """Values of integers, and rules that no other case is lowered to."""
+    whole = torch.tensor([0, 1, -1, 2, -7, 12, 18, 2**31, -(2**40)])
+    few = torch.tensor([0, 1, 2, 31, 62])
+    of_integers = {
+        "bitwise_xor": torch.bitwise_xor,
+        "gcd": torch.gcd,
+        "lcm": lambda x, y: torch.lcm(x % 1000, y % 1000),
+    }
+    for name, f in of_integers.items():
+        yield Case(f"integers: {name}", f, {"": pairs(whole)}, True, differentiable=False)
+    shifts = {
+        "left shift": torch.bitwise_left_shift,
+        "right shift": torch.bitwise_right_shift,
+        "<<": lambda x, y: x.__lshift__(y),
+        ">>": lambda x, y: x.__rshift__(y),
+    }
+    for name, f in shifts.items():
+        yield Case(f"integers: {name}", f, {"": pairs(whole, few)}, True, differentiable=False)
+    yield of_numbers("clamp_max of a square", lambda x: (x * x).clamp_max(4.0))
+    yield Case(
+        "bits of numbers",
+        lambda x: x.view(torch.int64),
+        {"": (OF_ONE,)},
+        True,
+        differentiable=False,
+    )
+    square = {"drawn": (drawn(3, 3),), "ties": (drawn(3, 3).round(),)}
+    of_square = {
+        "stable sort": lambda x: torch.sort(x, stable=True).values.square(),
+        "lower triangle by indices": lambda x: x[tuple(torch.tril_indices(3, 3))].square(),
+        "upper triangle by indices": lambda x: x[tuple(torch.triu_indices(3, 3))].square(),
+        "torch.cholesky": lambda x: torch.cholesky(x @ x.T + torch.eye(3, dtype=F64)),
+    }
+    for name, f in of_square.items():
+        yield Case(f"rest: {name}", f, square)
+    images = {"drawn": (drawn(1, 2, 6, 5),), "zero": (torch.zeros(1, 2, 6, 5, dtype=F64),)}
+    for mode in ("bilinear", "bicubic"):
+        resize = lambda x, mode=mode: F.interpolate(
+            x.square(), size=(4, 7), mode=mode, antialias=True
+        )
+        yield Case(f"windows: antialiased {mode}", resize, images)
+
+
 def cases():
-    for family in (losses, linear_algebra, windows, choices, complex_numbers, powers, networks):
+    families = (losses, linear_algebra, windows, choices, complex_numbers, powers, networks, rest)
+    for family in families:
         yield from family()

@@ -88,7 +88,7 @@ def _elementwise(op):
 
 
 def _options(op):
-    """What a function of one argument needs besides."""
+    """Options that a function of one argument needs."""
     make = getattr(op, "sample_kwargs", None)
     return make("cpu", torch.float64, OF_ONE)[0] if make else {}
 

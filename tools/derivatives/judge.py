@@ -1,12 +1,12 @@
 """Values and derivatives of torch functions in JAX, compared at special points.
 
-Of a function at a point these quantities are compared: its value, its gradient, and the product of
-its Hessian with a vector, in reverse over reverse and in forward over reverse mode; then the same
-gradient taken in torch by ``functx.grad`` and lowered, and its derivative in forward mode.  Of the
-results a weighted sum is differentiated.
+Six quantities of a function are compared at a point: its value, its gradient, the product of its
+Hessian with a vector in reverse over reverse and in forward over reverse mode, the gradient that
+``functx.grad`` takes in torch, lowered, and the derivative of that in forward mode.  A weighted sum
+of the results is differentiated.
 
 The judge is torch.  Where the two differ, differences of torch's values and gradients in float64
-tell whether the function is smooth there, and which of the two is right.
+show whether the function is smooth, and who is right.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REVERSE, FORWARD = "reverse over reverse", "forward over reverse"
 LOWERED, AGAIN = "gradient taken in torch", "its derivative"
 QUANTITIES = (VALUE, GRADIENT, REVERSE, FORWARD, LOWERED, AGAIN)
 
-# Of what differs: who is wrong; or no derivative exists, and each has a choice of its own.
+# The outcome where something differs: who is wrong, that no derivative exists, or nothing.
 JAX, TORCH, KINK, UNCLEAR = "to_jax", "torch", "kink", "unclear"
 
 RTOL, ATOL = 1e-6, 1e-12
@@ -45,7 +45,7 @@ class Case:
     name: str
     f: Callable
     points: dict[str, tuple[torch.Tensor, ...]]
-    by_entry: bool = False  # each entry of the tensors is a point of its own
+    by_entry: bool = False  # whether each entry of the tensors is a point
     differentiable: bool = True
 
 
@@ -59,14 +59,14 @@ class Verdict(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What came of a case."""
+    """The verdicts on a case."""
 
     points: int
     verdicts: list[Verdict]
 
 
 def judge(case):
-    """Compare a case at all of its points; those where torch raises are none."""
+    """Compare a case at all points at which torch does not raise."""
     run, lowered = in_jax(case)
     count, verdicts = 0, []
     for label, xs in case.points.items():
@@ -81,6 +81,8 @@ def judge(case):
             count += 1
         try:
             found = {**_numbers(run, xs), **_numbers(lowered, xs)}
+        except LoweringError:
+            raise
         except (NotImplementedError, ValueError, TypeError) as error:
             verdicts.append(Verdict("all", label, JAX, str(error).splitlines()[0]))
             continue
@@ -123,7 +125,7 @@ def _loss(f):
 
 
 def _vectors(shapes):
-    """What Hessians are multiplied with: no entry is zero, no two are the same."""
+    """Vectors to multiply Hessians with; no entry is zero, and no two are the same."""
     place = lambda shape: torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
     return [(1 + 0.3 * torch.sin(place(s) + i)).reshape(s) for i, s in enumerate(shapes)]
 
@@ -163,7 +165,7 @@ class OfTorch:
         return self._found[quantity]
 
     def rounding(self, quantity):
-        """What may be lost of a quantity by terms that cancel: those of the argument's scale."""
+        """How much a quantity may lose where terms cancel that are as large as the arguments."""
         if not self._by_entry:
             return 1e-8 * self._scale(quantity)
         if quantity == VALUE:
@@ -188,7 +190,7 @@ class OfTorch:
         return scale
 
     def by_differences(self, quantity):
-        """Derivatives, NaN where there is none: on both sides they are others."""
+        """Derivatives; NaN where the derivatives of the two sides differ."""
         if quantity in (GRADIENT, LOWERED):
             return self._entry_by_entry()
         return _differences(self.gradient, self.some, self.vectors)
@@ -222,7 +224,7 @@ def _tried(way):
 
 
 def _differences(f, at, steps):
-    """Derivatives along some steps, NaN where there is none: on both sides they are others."""
+    """Derivatives along some steps; NaN where the derivatives of the two sides differ."""
     moved = [_tried(lambda k=k: f(*[x + k * STEP * s for x, s in zip(at, steps)])) for k in OFFSETS]
     if any(isinstance(out, Exception) for out in moved):  # outside of where it is defined
         return [np.full(tuple(x.shape), np.nan) for x in at]
@@ -278,7 +280,10 @@ def in_jax(case):
 def _lowers(f, xs):
     try:
         f.program(*map(array_from_torch, xs))
-    except (LoweringError, RuntimeError):  # a backward operation has no rule; or torch has none
+    except (
+        LoweringError,
+        RuntimeError,
+    ):  # a backward operation has no rule, or torch has no backward
         return False
     return True
 
@@ -293,7 +298,7 @@ def _compare(case, label, quantity, found, ours):
     else:
         bound = ours.rounding(quantity)
         wrong = [~_close(a, b, bound, RTOL) for a, b in zip(given, expected)]
-    if quantity != VALUE:  # where there is no value there is no derivative
+    if quantity != VALUE:  # a derivative needs a value
         there = [np.isfinite(v) for v in ours.of(VALUE)]
         keep = there[0] if case.by_entry else all(v.all() for v in there)
         wrong = [w & keep for w in wrong]

@@ -16,7 +16,7 @@ import torch
 from tools.opinfo.database import one_line
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "bench" / "results" / "third_derivatives.json"
+TABLE = ROOT / "bench" / "results" / "derivatives" / "third_order.json"
 PAGE = ROOT / "docs" / "torch_bugs.md"
 BEGIN, END = "<!-- third derivatives -->\n", "<!-- end -->\n"
 RTOL = 1e-4
@@ -53,7 +53,7 @@ def _of_qr(a, b):
     return torch.linalg.solve_triangular(r, q.mT @ b, upper=True)
 
 
-# What torch has, and what is the same by other operators.
+# The operators of torch.
 OPERATORS = {
     "det": torch.linalg.det,
     "slogdet": lambda a: torch.linalg.slogdet(a).logabsdet,
@@ -178,7 +178,7 @@ def sweep():
 
 
 def section(of):
-    """What the page says, from the table as it is read from its file."""
+    """The section of the page, from the table as it is read from its file."""
     table = of["operators"]
     right = [name for name, by_order in table.items() if not any(by_order.values())]
     lines = [

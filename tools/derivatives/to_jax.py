@@ -12,13 +12,13 @@ from functx._core.errors import LoweringError
 from functx.compat import to_jax
 from functx.compat._bridge import array_from_torch
 from functx.compat._to_jax.rules import table
-from tools.derivatives import by_hand, database_cases
+from tools.derivatives import by_hand, database_cases, from_jax
 from tools.derivatives.causes import CAUSES, NOT_SWEPT, OF_JAX
 from tools.derivatives.judge import JAX, KINK, UNCLEAR, as_list, judge
 from tools.opinfo.database import one_line
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "bench" / "results" / "derivatives_in_jax.json"
+TABLE = ROOT / "bench" / "results" / "derivatives" / "to_jax.json"
 PAGE = ROOT / "docs" / "derivatives_in_jax.md"
 KEPT = ROOT / ".sweep"
 PARTS = 8
@@ -76,7 +76,7 @@ def _total(out):
 
 
 def row(case):
-    """What came of one case, as it is written down; without points where it can't be lowered."""
+    """One case as it is written down; it has no points if it can't be lowered."""
     try:
         points, verdicts = judge(case)
     except Exception as error:  # above all a LoweringError; what else there is, the table names
@@ -117,7 +117,7 @@ def run_part(part):
     if of is not None:
         table_of = written(of)
         TABLE.write_text(json.dumps(table_of, indent=1) + "\n")
-        PAGE.write_text(page(table_of))
+        PAGE.write_text(page(table_of, json.loads(from_jax.TABLE.read_text())))
     return found
 
 
@@ -127,7 +127,7 @@ def differing(verdicts):
 
 
 def without_a_cause(found):
-    """Cases that differ, and of which nobody says why."""
+    """Names of cases that differ, and have no cause."""
     return sorted({base(r["name"]) for r in found if r["verdicts"]} - CAUSES.keys())
 
 
@@ -158,13 +158,57 @@ def written(of):
         case = by_case[base(r["name"])]
         case["points"] += r["points"]
         case["agree"] += agree
-        case["verdicts"] += r["verdicts"]
+        sample = r["name"].removeprefix(base(r["name"])).removeprefix(", ")
+        where = f"{sample}, " if sample else ""
+        case["verdicts"] += [[v[0], where + v[1], *v[2:]] for v in r["verdicts"]]
     return {
         "versions": of["versions"],
         "refused": {r["name"]: r["refused"] for r in of["rows"] if "refused" in r},
         "rules": {name: rules[name] for name in sorted(rules)},
         "cases": {name: by_case[name] for name in sorted(by_case)},
     }
+
+
+def _from_jax(of):
+    count, points, differ = from_jax.figures(of)
+    return [
+        "Derivatives of functions that `from_jax` has made are JAX's own, and the judge is JAX.",
+        "Values and derivatives are compared in the same modes; of while loops, which have only a",
+        "forward mode, in forward over forward mode and by `functx.linearize`.",
+        f"{of['versions']}.",
+        "",
+        "| | |",
+        "|---|---:|",
+        f"| functions | {count} |",
+        f"| points | {points:,} |",
+        f"| points at which all quantities agree | {points - differ:,} |",
+        "",
+        *(
+            f"- `{name}`: {from_jax.CAUSES[name]}."
+            for name, case in of["functions"].items()
+            if case["differ"]
+        ),
+    ]
+
+
+PARTIES = ("torch", "neither", "JAX")  # who is wrong
+
+
+def _who(case):
+    """The number of points at which each is wrong."""
+    found = Counter()
+    for point in differing(case["verdicts"]):
+        outcomes = {outcome for _, at, outcome, _ in case["verdicts"] if at == point}
+        neither = outcomes & {KINK, UNCLEAR}
+        found["JAX" if JAX in outcomes else "neither" if neither else "torch"] += 1
+    return found
+
+
+def _by_reason(reasons, what=""):
+    groups = defaultdict(list)
+    for name, why in reasons.items():
+        groups[why].append(f"`{name}`")
+    return [f"- {what}{', '.join(names)}: {why}." for why, names in groups.items()]
 
 
 _INTRODUCTION = """
@@ -178,51 +222,54 @@ torch's values and gradients tell who is right, if the function is smooth there.
 """.strip().splitlines()
 
 
-def page(of):
-    """The documentation page."""
+def page(of, other):
+    """The documentation page, from the table of `to_jax` and that of `from_jax`."""
     swept, listed = of["rules"], rule_names()
     points = sum(case["points"] for case in of["cases"].values())
     agree = sum(case["agree"] for case in of["cases"].values())
     whole = sum(n == same for n, same in swept.values())
     wrong = {name: case for name, case in of["cases"].items() if case["verdicts"]}
+    total = sum((_who(case) for case in wrong.values()), Counter())
     missing = sorted(listed.keys() - swept.keys() - drawing_rules())
     lines = [
         "# Derivatives in JAX, to second order",
         "",
         *_INTRODUCTION,
         "",
-        f"{of['versions']}. All points that differ are in `bench/results/derivatives_in_jax.json`.",
+        f"{of['versions']}. All points that differ are in `bench/results/derivatives/to_jax.json`.",
         "",
         "| | |",
         "|---|---:|",
         f"| rules of `to_jax` | {len(listed)} |",
         f"| swept | {len(swept)} |",
-        f"| all quantities agree at all points | {whole} |",
+        f"| rules all of whose functions agree at all points | {whole} |",
         f"| functions | {len(of['cases'])} |",
         f"| points | {points:,} |",
         f"| points at which all quantities agree | {agree:,} |",
         f"| points at which one differs, each with a cause below | {points - agree:,} |",
+        f"| - of these JAX is right | {total['torch']} |",
+        f"| - there is no derivative, or both have lost all digits | {total['neither']} |",
+        f"| - torch is right, or takes another one of several equal results | {total['JAX']} |",
         "",
         "## Where something differs",
         "",
-        "*torch*: JAX is right. *Neither*: there is no derivative, and each has its own choice;",
-        "or both have lost all digits. *JAX*: torch is right.",
+        "Who is wrong: torch; neither, where no derivative exists and each has its own choice, or",
+        "both have lost all digits; or JAX.",
         "",
-        "| function | points | that differ | of these torch, neither, JAX | cause |",
+        "| function | points | that differ | torch, neither, JAX | cause |",
         "|---|---:|---:|---|---|",
     ]
     for name, case in wrong.items():
-        who = Counter()
-        for point in differing(case["verdicts"]):
-            outcomes = {outcome for _, at, outcome, _ in case["verdicts"] if at == point}
-            neither = outcomes & {KINK, UNCLEAR}
-            who["JAX" if JAX in outcomes else "neither" if neither else "torch"] += 1
-        parts = ", ".join(str(who[part]) for part in ("torch", "neither", "JAX"))
+        who = _who(case)
+        parts = ", ".join(str(who[part]) for part in PARTIES)
         lines.append(
-            f"| `{name}` | {case['points']} | {case['points'] - case['agree']} | {parts}"
-            f" | {CAUSES.get(name, '?')} |"
+            f"| `{name}` | {case['points']} | {who.total()} | {parts} | {CAUSES.get(name, '?')} |"
         )
     lines += [
+        "",
+        "## The other direction",
+        "",
+        *_from_jax(other),
         "",
         "## What is JAX's own fault",
         "",
@@ -237,10 +284,8 @@ def page(of):
         "",
         f"- {len(drawing_rules())} rules draw random numbers:"
         " [compared by distribution](opinfo_jax.md).",
-        *(f"- `{name}`: {NOT_SWEPT.get(name, '?')}." for name in missing),
-        "- Entries of torch's database: "
-        + "; ".join(f"`{name}`, {why}" for name, why in sorted(database_cases.LEFT_OUT.items()))
-        + ".",
+        *_by_reason({name: NOT_SWEPT.get(name, "?") for name in missing}),
+        *_by_reason(database_cases.LEFT_OUT, "entries of torch's database: "),
         "",
     ]
     return "\n".join(lines)

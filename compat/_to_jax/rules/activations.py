@@ -26,7 +26,6 @@ def _gelu(x: Any, approximate: str = "none") -> Any:
     return x * 0.5 * (1 + lax.erf(x * math.sqrt(0.5)))
 
 
-@rule("elu")
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def _elu(x: Any, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
     low = jnp.minimum(x, 0)  # the unused branch must not overflow
@@ -53,7 +52,6 @@ def _elu_backward(
     return g * _elu_slope(x, alpha, scale, input_scale)
 
 
-@rule("softplus")
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _softplus(x: Any, beta: float = 1, threshold: float = 20) -> Any:
     scaled = x * beta
@@ -75,7 +73,7 @@ def _softplus_backward(g: Any, x: Any, beta: float, threshold: float) -> Any:
 
 @rule("log_sigmoid_forward")
 def _log_sigmoid(x: Any, *, ctx: Any) -> Any:
-    # Not torch's decomposition: a sum of two kinks at zero, where the function has none.
+    # torch's decomposition adds two functions that have a kink at zero; this one has none.
     return jax.nn.log_sigmoid(x), jnp.zeros(ctx.node.meta["val"][1].shape, x.dtype)
 
 
@@ -112,6 +110,8 @@ def _safe_softmax(x: Any, dim: int, dtype: Any = None, *, ctx: Any) -> Any:
 
 rules(
     {
+        "elu": _elu,
+        "softplus": _softplus,
         "celu": lambda x, alpha=1.0: _elu(x, alpha, 1.0, 1.0 / alpha),
         "hardsigmoid": lambda x: _hardtanh(x + 3, 0, 6) / 6,
         "hardswish": lambda x: jnp.where(x <= -3, 0.0, jnp.where(x < 3, x * (x + 3) / 6, x)),

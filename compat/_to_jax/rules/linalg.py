@@ -136,7 +136,7 @@ def _determinant_jvp(primals: Any, tangents: Any) -> Any:
 
 @jax.custom_jvp
 def _cofactors(a: Any) -> Any:
-    """The derivative of the determinant; finite also where there is no inverse."""
+    """The derivative of the determinant, which is finite for a singular matrix, too."""
     out, pull = jax.vjp(jnp.linalg.det, a)
     return pull(jnp.ones_like(out))[0]
 
@@ -239,7 +239,7 @@ def _svd(
     a: Any, full_matrices: bool = False, compute_uv: bool = True, *, driver: Any = None
 ) -> Any:
     if compute_uv:
-        # Of a square matrix the factors are the same, and only the reduced ones have derivatives.
+        # A square matrix has the same factors in both forms; JAX differentiates the reduced one.
         full = full_matrices and a.shape[-1] != a.shape[-2]
         return tuple(jnp.linalg.svd(a, full_matrices=full))
     empty = jnp.zeros((0,), a.dtype)

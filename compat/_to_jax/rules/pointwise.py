@@ -146,7 +146,7 @@ def _power_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _of_log(log: Any, plus: int) -> Any:
-    """The function ``x * log(y)``; zero where x is, and so is its slope where there is no log."""
+    """The function ``x * log(y)``; at x = 0 it is zero, and so is its slope if y has no log."""
 
     @jax.custom_jvp
     def product(x: Any, y: Any) -> Any:
@@ -164,7 +164,7 @@ def _of_log(log: Any, plus: int) -> Any:
 
 
 def _floats(*xs: Any) -> Any:
-    """Of one shape and dtype; a rule's arguments may be Python numbers."""
+    """Arrays of one shape and dtype; a rule's arguments may be Python numbers."""
     kind = jnp.result_type(*xs)
     return jnp.broadcast_arrays(*(jnp.asarray(x, kind) for x in xs))
 
@@ -310,7 +310,7 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
 @rule("clamp.Tensor", "clamp_min.Tensor", cast=True)
 def _clamp_by_tensors(x: Any, min: Any = None, max: Any = None) -> Any:
     if not _SINCE_2_14:
-        if min is not None and max is not None:  # the lower bound has none where it leaves no room
+        if min is not None and max is not None:  # equal bounds have no derivative
             min = jnp.where(min < max, min, lax.stop_gradient(min))
         return _clamp(x, min, max)
     x = x if min is None else _maximum(x, min)

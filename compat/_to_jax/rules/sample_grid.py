@@ -77,7 +77,7 @@ def _grid_sampler(image: Any, grid: Any, mode: int, padding: int, align: bool) -
         inside = _all(((p >= 0) & (p < m) for (p, _), m in zip(taps, sizes)))
         at = tuple(jnp.where(inside, p, 0).astype(int) for p, _ in taps)
         weight = jnp.where(inside, _product([w for _, w in taps]), 0)
-        # What a pixel outside holds is not read, whatever the pixel in its place.
+        # Pixels outside are zero, whatever the image holds at the place that is read for them.
         pixels = jnp.where(inside[:, None], sample(image, at), 0)
         total = total + pixels * weight[:, None]
     return total

@@ -126,9 +126,9 @@ def _median_of_all_jvp(skip_nan: bool, primals: Any, tangents: Any) -> Any:
 
 
 def _median_of(x: Any, skip_nan: bool = False) -> Any:
-    return (
-        _median_of_all(x, skip_nan) if x.dtype.kind == "f" else _median(x, None, False, skip_nan)[0]
-    )
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return _median_of_all(x, skip_nan)
+    return _median(x, None, False, skip_nan)[0]
 
 
 rules(
