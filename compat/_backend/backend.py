@@ -116,7 +116,8 @@ def _mixed(api: str, args: Any, kwargs: Any) -> str:
     return (
         f"functx.{api}: one call can't have arrays of both kinds: {what}. Convert one kind to the"
         " other (torch.from_dlpack, jax.numpy.asarray), or the function:"
-        " functx.compat.from_jax makes a JAX function take torch tensors, to_jax the other way"
+        " functx.compat.from_jax makes a JAX function take torch tensors, to_jax the other way."
+        " What is not differentiated the function may close over"
     )
 
 

@@ -31,6 +31,8 @@ from functx.compat._crosscheck.operations import first_difference
 from functx.compat._crosscheck.precision import Difference, difference, in_float64
 from functx.compat._crosscheck.products import count
 from functx.compat._crosscheck.report import Crosscheck, Run
+from functx.compat._crosscheck.ways import COMPILED, EAGER, JAX, TRACED, Way, traced
+from functx.compat._crosscheck.ways import compiled as compiled_way
 from functx.compat._jax import KEEP_RECOMPUTE
 from functx.compat._to_jax import Lowered, to_jax
 
@@ -71,6 +73,7 @@ def crosscheck(
     peak: bool = True,
     repeats: int = 0,
     locate: bool = True,
+    compiled: Any = False,
     name: str | None = None,
 ) -> Crosscheck:
     """Run a torch function and its derivatives in torch and in JAX, and compare.
@@ -112,6 +115,9 @@ def crosscheck(
         peak: whether to measure torch's peak and XLA's temporary bytes.
         repeats: how many times to run each for the times in seconds; 0 measures none.
         locate: whether to find the first operation that differs, if numbers do.
+        compiled: whether to run each also as `functx.jit` traces and compiles it, and to compare
+            four ways in a row: eager, the trace, the compiled function and JAX.  What is neither
+            True nor False is the ``backend`` of `functx.jit`.
         name: names the comparison; by default that of ``f``.
 
     Returns:
@@ -123,6 +129,7 @@ def crosscheck(
             another framework, or a derivative is asked for where there is none.
         ValueError: for unknown transforms, or ``argnums`` or ``in_dims`` that don't fit.
         LoweringError: if ``f`` can't be expressed in JAX.
+        functx.TracingError: with ``compiled``, if `functx.jit` can't trace ``f``.
         AssertionError: if shapes, dtypes or the number of results differ.
 
     Example:
@@ -141,6 +148,7 @@ def crosscheck(
     differentiable = bool(case.primals) and any(map(has_derivatives, results))
     options: Any = KEEP_RECOMPUTE if jax.default_backend() == "cpu" else None
     differences, runs = dict[str, Difference](), dict[str, Run]()
+    all_ways = dict[str, dict[str, Way]]()
     names = chosen(transforms, case, differentiable)
     kept: tuple[Kept | None, Kept | None] = (None, None)
     if any(what != "value" for what in names):
@@ -163,6 +171,20 @@ def crosscheck(
             jax_seconds=_seconds(lambda: jax.block_until_ready(program(*jax_args)), repeats),  # noqa: B023
             products=None if what == "value" else count(run_torch, program),
         )
+        if compiled:
+            backend = "inductor" if compiled is True else compiled
+            compare = partial(
+                difference,
+                got,
+                reference=reference,
+                paths=paths,
+                rtol=rtol,
+                atol=atol,
+                dtypes=exact,
+            )
+            all_ways[what] = _ways(
+                in_torch, torch_args, backend, peak, program, compare, differences[what]
+            )
     differ = [what for what, d in differences.items() if not d.agrees]
     searched = locate and bool(differ)
     first = None
@@ -178,7 +200,31 @@ def crosscheck(
         "jax device": str(jnp.zeros(()).device),
         "machine": platform.machine(),
     }
-    return Crosscheck(case.name, differences, runs, *kept, first, searched, environment)
+    return Crosscheck(case.name, differences, runs, *kept, first, searched, environment, all_ways)
+
+
+def _ways(
+    run: Callable[..., Any],
+    args: tuple[list[Tensor], list[Tensor]],
+    backend: Any,
+    peak: bool,
+    program: Any,
+    compare: Callable[[Sequence[Any]], Difference],
+    from_jax: Difference,
+) -> dict[str, Way]:
+    """One quantity in eager, traced, compiled and in JAX."""
+    eager = partial(run, *args)
+    products = count(eager, program)
+    trace, graphs = traced(run, args, peak)
+    binary = compiled_way(run, args, peak, backend, graphs)
+    eager_peak = functx.memory.peak(eager) if peak else None
+    temp = program.memory_analysis().temp_size_in_bytes if peak else None
+    return {
+        EAGER: Way(None, products.torch, products.torch_recomputed, eager_peak),
+        TRACED: Way(compare(_arrays(trace.results)), trace.products, trace.again, trace.peak),
+        COMPILED: Way(compare(_arrays(binary.results)), binary.products, binary.again, binary.peak),
+        JAX: Way(from_jax, products.jax, products.jax_recomputed, temp),
+    }
 
 
 def _arrays(xs: Sequence[Tensor]) -> list[Any]:

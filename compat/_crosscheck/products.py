@@ -17,7 +17,7 @@ from functx._remat import on_replay
 from functx._torch.lowering import HigherOrderOperator, TorchDispatchMode
 from functx.compat._jax import RECOMPUTED
 
-_ONE = {
+PRODUCTS = {
     *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear"),
     *("convolution", "_convolution", "mkldnn_convolution"),
 }
@@ -48,11 +48,11 @@ class Products:
     replays: int
 
 
-def _products(operation: str, args: Sequence[Any]) -> int:
+def products_of(operation: str, args: Sequence[Any]) -> int:
     """How many an operation computes; kernels of attention hold several."""
     if operation.startswith("_scaled_dot_product"):
         return 5 if "backward" in operation else 2
-    return sum(args[-1][:2]) if operation == "convolution_backward" else int(operation in _ONE)
+    return sum(args[-1][:2]) if operation == "convolution_backward" else int(operation in PRODUCTS)
 
 
 class _Counter(TorchDispatchMode):
@@ -67,7 +67,7 @@ class _Counter(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not isinstance(func, HigherOrderOperator):
-            number = _products(operation_name(func), args)
+            number = products_of(operation_name(func), args)
             self.all += number
             self.recomputed += number if self._depth else 0
         return func(*args, **(kwargs or {}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -15,6 +15,9 @@ from functx.compat._crosscheck.kept_bytes import Kept, RegionResiduals
 from functx.compat._crosscheck.operations import Operation
 from functx.compat._crosscheck.precision import Difference
 from functx.compat._crosscheck.products import Products
+from functx.compat._crosscheck.ways import COMPILED, EAGER, JAX, TRACED, Way
+
+WAYS = (EAGER, TRACED, COMPILED, JAX)
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>crosscheck {title}</title></head>
@@ -55,6 +58,8 @@ class Crosscheck(Printed):
         first: the first operation that differs, if a value or derivative does and one was found.
         searched: whether it was looked for.
         environment: versions and devices.
+        ways: with ``compiled``, of each transform what it gives and takes in eager, traced,
+            compiled by `functx.jit`, and in JAX.
     """
 
     name: str
@@ -65,6 +70,7 @@ class Crosscheck(Printed):
     first: Operation | None = None
     searched: bool = False
     environment: dict[str, str] = field(default_factory=dict)
+    ways: dict[str, dict[str, Way]] = field(default_factory=dict)
 
     @property
     def kept_equal(self) -> bool:
@@ -109,6 +115,16 @@ class Crosscheck(Printed):
                 " What is left are second derivatives, batching, where derivatives stop, what XLA"
                 " makes of several operations, and state that is not the same at every call"
             )
+        for what, ways in self.ways.items():
+            for name in (TRACED, COMPILED):
+                way = ways[name].difference
+                if way is None or (way.agrees if rtol is None else way.relative <= rtol):
+                    continue
+                allowed = way.allowed if rtol is None else rtol
+                found.append(
+                    f"the {what} of torch in eager and {_SAID[name]} differ at {way.where}"
+                    f" ({way.dtype}){_how_far(way, allowed, name)}"
+                )
         a, b = self.kept_torch, self.kept_jax
         if kept and a is not None and b is not None and not self.kept_equal:
             where = [f" (first at {name}: {x} and {y})" for name, x, y in _differing(a, b)]
@@ -199,22 +215,46 @@ class Crosscheck(Printed):
         if a.storages != a.activations:
             yield "bytes of the storages they view", f"{a.storages:,}", "", ""
 
+    def rows_of_ways(self) -> Iterator[tuple[str, ...]]:
+        """The second table, with ``compiled``: quantity, eager, traced, functx.jit, JAX."""
+        for what, ways in self.ways.items():
+            every = [ways[name] for name in WAYS]
+            differences = [way.difference for way in every]
+            yield (
+                f"{what}: distance from eager, relative",
+                *("" if d is None else f"{d.relative:.1e}" for d in differences),
+            )
+            if what != "value":
+                said = (f"{w.products} ({w.again})" if w.again else str(w.products) for w in every)
+                yield f"{what}: products (run again)", *said
+            if every[0].bytes is not None:
+                yield f"{what}: peak bytes", *(f"{way.bytes:,}" for way in every)
+
     def __str__(self) -> str:
-        rows = [("", "torch", "JAX", ""), *self.rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = (
-            "  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, "<>><", widths)).rstrip()
-            for row in rows
-        )
+        lines = _table([("", "torch", "JAX", ""), *self.rows()], "<>><")
+        if self.ways:
+            lines += ["", *_table([("", *WAYS), *self.rows_of_ways()], "<>>>>")]
         verdict = f"torch and JAX {'agree' if self.agrees else 'disagree'}"
         return "\n".join([f"crosscheck {self.name}", *lines, verdict])
 
     __repr__ = __str__
 
 
-def _how_far(d: Difference, allowed: float) -> str:
+_SAID = {TRACED: "as functx.jit traces it", COMPILED: "as functx.jit compiles it"}
+
+
+def _table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(sides))]
+    return [
+        "  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, sides, widths)).rstrip()
+        for row in rows
+    ]
+
+
+def _how_far(d: Difference, allowed: float, other: str = "JAX") -> str:
     if not math.isfinite(d.absolute):
-        return ": NaN or infinity in one framework where the other has another value"
+        where = "framework where the other has" if other == "JAX" else "where the other has"
+        return f": NaN or infinity in one {where} another value"
     said = (
         f" by {d.relative:.3g} relative ({d.absolute:.3g} absolute, {d.ulps:.3g} ulp), more than"
         f" rtol={allowed:g}"
@@ -222,7 +262,7 @@ def _how_far(d: Difference, allowed: float) -> str:
     if d.torch_ulps is None or d.jax_ulps is None:
         return said
     said += (
-        f"; from torch in float64 torch is {_ulps(d.torch_ulps)} ulp away and JAX"
+        f"; from torch in float64 torch is {_ulps(d.torch_ulps)} ulp away and {other}"
         f" {_ulps(d.jax_ulps)} ulp"
     )
     lost = d.torch_ulps > max(64, 4 * d.jax_ulps) and d.relative < 0.01

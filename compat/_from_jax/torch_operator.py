@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from functx import _torch
-from functx._core import LoweringError, has_derivatives, uncompiled
+from functx._core import LoweringError, has_derivatives, is_only_transposed, uncompiled
 from functx._torch.lowering import (
     SingleLevelFunction,
     apply_function,
@@ -172,7 +172,7 @@ def _record(
         outs = _below(keyset, tensors, program)
     if not any(map(has_derivatives, outs)):
         return outs
-    node = _Node(program, needs, residuals, primals)
+    node = _Node(program, needs, residuals, primals, is_only_transposed())
     return list(apply_function(JaxCall, node, outs, rest, *tensors))
 
 
@@ -184,6 +184,9 @@ class _Node:
     needs: tuple[bool, ...]  # which of its inputs are differentiated
     residuals: Any  # of the forward half, if there is one
     primals: Sequence[Tensor]  # those of the inputs, if they are duals at the level of the node
+    transposes: bool = (
+        False  # cotangents will be zeros, and only the transpose of that is asked for
+    )
 
 
 class JaxCall(SingleLevelFunction):
@@ -226,16 +229,50 @@ class JaxCall(SingleLevelFunction):
         again = node.residuals is None or (
             inputs[0] is kept[0] and _is_recorded([*inputs, *given])  # the level is alive
         )
-        if again:
-            gradients = call(node.program.vjp(needs, wanted), [*inputs, *given])
-        else:
-            starts = {"input": 0, "result": len(needs), "rest": len(needs) + len(cotangents)}
-            arrays = [saved[starts[kind] + i] for kind, i in node.residuals.sources]
-            still = tuple(need for need, had in zip(needs, node.needs, strict=True) if had)
-            pullback = node.program.pullback(node.residuals, still, wanted)
-            gradients = call(pullback, [*arrays, *given])
+        try:
+            if again:
+                gradients = call(node.program.vjp(needs, wanted), [*inputs, *given])
+            else:
+                starts = {"input": 0, "result": len(needs), "rest": len(needs) + len(cotangents)}
+                arrays = [saved[starts[kind] + i] for kind, i in node.residuals.sources]
+                still = tuple(need for need, had in zip(needs, node.needs, strict=True) if had)
+                pullback = node.program.pullback(node.residuals, still, wanted)
+                gradients = call(pullback, [*arrays, *given])
+        except (TypeError, ValueError, NotImplementedError):
+            if not node.transposes:  # JAX can't differentiate it backwards
+                raise
+            gradients = apply_function(JaxTranspose, node.program, needs, wanted, inputs, *given)
         results = iter(gradients)
         return (None, None, None, *(next(results) if need else None for need in needs))
+
+
+class JaxTranspose(SingleLevelFunction):
+    """The gradient of a program without reverse mode, at cotangents of zero, and its transpose."""
+
+    @staticmethod
+    @uncompiled
+    def forward(
+        ctx: Any,
+        program: Program,
+        needs: tuple[bool, ...],
+        wanted: tuple[int, ...],
+        inputs: Sequence[Tensor],
+        *cotangents: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Zeros."""
+        ctx.set_materialize_grads(False)
+        ctx.given = program, needs, wanted, inputs
+        return tuple(torch.zeros_like(x) for x, need in zip(inputs, needs) if need)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *moved: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The program's forward mode: tangents of the results whose cotangents were given."""
+        program, needs, wanted, inputs = ctx.given
+        tangents = iter(moved)
+        along = [next(tangents) if need else None for need in needs]
+        _, results = _jvp(program, inputs, [t if t is None else _torch.alive(t) for t in along])
+        return (None, None, None, None, *(results[i] for i in wanted))
 
 
 def _is_recorded(tensors: Sequence[Tensor]) -> bool:

@@ -147,8 +147,9 @@ def bernoulli(
         tensor([False, False, False, False])
     """
     check_key("bernoulli", key)
-    if mode not in ("low", "high"):
-        raise ValueError(f"random.bernoulli: mode is 'low' or 'high', not {mode!r}")
+    check_mode("bernoulli", mode)
+    if hasattr(p, "__array__") and not isinstance(p, float | Tensor):  # a number of NumPy
+        p = torch.as_tensor(p)
     if not isinstance(p, float) and not (isinstance(p, Tensor) and p.dtype in _MANTISSA):
         kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
         raise TypeError(f"random.bernoulli takes a probability of a real dtype, not {kind}")
@@ -156,7 +157,7 @@ def bernoulli(
     own = tuple(p.shape) if isinstance(p, Tensor) else ()
     shape = own if shape is None else check_shape("bernoulli", shape)
     check_broadcast("bernoulli", shape, own)
-    if mode == "low":
+    if mode != "high":
         return uniform(key, shape, dtype) < p
     high, low = uniform(key, (2, *shape), dtype).unbind(0)
     return low * 2.0 ** -_MANTISSA[dtype] < p - high
@@ -165,10 +166,12 @@ def bernoulli(
 def rademacher(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None) -> Tensor:
     """Signs, -1 or 1 with equal probability, as ``jax.random.rademacher``.
 
-    The dtype is ``int32`` if none is given, as in JAX with 64-bit types off.
+    The dtype is ``int32`` if none is given, as in JAX with 64-bit types off.  Of an unsigned one,
+    -1 is the largest number.
     """
     heads = _unit(key, *_checked("rademacher", key, shape, torch.float32)) < 0.5
-    return heads.to(dtype or torch.int32) * 2 - 1
+    # Torch has no arithmetic for wide unsigned integers.
+    return (heads.to(torch.int32) * 2 - 1).to(dtype or torch.int32)
 
 
 def dropout(
@@ -251,7 +254,8 @@ def truncated_normal(
         dtype: as in `uniform`.
 
     Returns:
-        Numbers of that shape and dtype, in the open interval.
+        Numbers of that shape and dtype, in the open interval.  In a tail they are few: they are
+        made of uniform numbers by the inverse of the error function, which is flat there.
 
     Raises:
         ValueError: the dtype is not real, or a bound does not broadcast.
@@ -284,17 +288,22 @@ def gumbel(
 ) -> Tensor:
     """Gumbel distributed numbers, as ``jax.random.gumbel``.
 
-    Arguments and errors are those of `uniform`, and ``mode`` as in `bernoulli`.
+    Arguments and errors are those of `uniform`, and ``mode`` as in `bernoulli`; None is "low".
     """
+    check_mode("gumbel", mode)
     shape, dtype = _checked("gumbel", key, shape, dtype)
     tiny = torch.finfo(dtype).tiny
-    if mode in (None, "low"):
-        return -torch.log(-torch.log(uniform(key, shape, dtype, tiny, 1.0)))
     if mode != "high":
-        raise ValueError(f"random.gumbel: mode is 'low' or 'high', not {mode!r}")
+        return -torch.log(-torch.log(uniform(key, shape, dtype, tiny, 1.0)))
     high, low = uniform(key, (2, *shape), dtype).unbind(0)
     fine = high + 2.0 ** -_MANTISSA[dtype] * low + tiny
     return -torch.log(-torch.log1p(-torch.where(high >= 0.5, high, fine)))
+
+
+def check_mode(name: str, mode: str | None) -> None:
+    """Refuse a mode that JAX does not have."""
+    if mode not in (None, "low", "high"):
+        raise ValueError(f"random.{name}: mode is 'low' or 'high', not {mode!r}")
 
 
 def _checked(

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx.compat.random._draws import gumbel
+from functx.compat.random._draws import check_mode, gumbel
 from functx.compat.random._keys import (
+    as_integer,
     check_broadcast,
     check_key,
     check_shape,
@@ -61,6 +62,7 @@ def randint(
     dtype = torch.int32 if dtype is None else dtype
     if dtype not in _INTEGERS:
         raise TypeError(f"random.randint gives int8, int16, int32, int64 or uint8, not {dtype}")
+    minval, maxval = as_integer(minval), as_integer(maxval)
     for bound in (minval, maxval):
         kind = bound.dtype if isinstance(bound, Tensor) else type(bound)
         if kind not in (*_INTEGERS, int):
@@ -129,10 +131,13 @@ def permutation(key: Tensor, x: int | Tensor, axis: int = 0, independent: bool =
         tensor([0, 1, 4, 3, 2])
     """
     check_key("permutation", key)
+    x, axis = as_integer(x), as_integer(axis)
     if isinstance(x, int) and not isinstance(x, bool):
-        return _shuffle(key, torch.arange(x, device=key.device), 0)
+        x = torch.arange(max(x, 0), device=key.device)
     if not isinstance(x, Tensor) or not x.ndim:
         raise TypeError("random.permutation takes an integer or a tensor with at least one axis")
+    if not -x.ndim <= axis < x.ndim:
+        raise IndexError(f"random.permutation: axis {axis} of a tensor with {x.ndim} axes")
     key = key.to(x.device)
     if independent or x.ndim == 1:
         return _shuffle(key, x, axis)
@@ -184,6 +189,8 @@ def categorical(
         tensor([1, 1, 2, 1, 2, 2])
     """
     check_key("categorical", key)
+    check_mode("categorical", mode)
+    axis = as_integer(axis)
     if not -logits.ndim <= axis < logits.ndim:
         raise IndexError(f"random.categorical: axis {axis} of logits with {logits.ndim} axes")
     axis %= logits.ndim
@@ -203,5 +210,6 @@ def categorical(
             f"random.categorical: {draws} draws without replacement from {known} categories"
         )
     noisy = logits + gumbel(key, logits.shape, logits.dtype, mode)
-    best = torch.topk(noisy.movedim(axis, -1), draws).indices
+    # Of equals the first goes first, as in JAX; torch.topk has no order of them.
+    best = noisy.movedim(axis, -1).sort(stable=True, descending=True).indices[..., :draws]
     return best.movedim(-1, 0).reshape(shape)

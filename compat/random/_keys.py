@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -112,6 +113,7 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
         low = seed.to(torch.int64) if device is None else seed.to(device, torch.int64)
         high = low >> 32 if seed.dtype.itemsize == 8 else torch.zeros_like(low)
         return key_of(high.to(torch.int32), low.to(torch.int32), torch.int64)
+    seed = as_integer(seed)
     if isinstance(seed, bool) or not isinstance(seed, int | torch.SymInt):
         raise TypeError(f"random.key takes an integer seed, not {type(seed).__name__}")
     if not -(1 << 63) <= seed < 1 << 64:
@@ -142,8 +144,8 @@ def split(key: Tensor, num: int | Sequence[int] = 2) -> Tensor:
         torch.Size([3, 2])
     """
     check_key("split", key)
-    shape = tuple(num) if isinstance(num, Sequence) else (num,)
-    return key_of(*random_words(key, check_shape("split", shape)), key.dtype)
+    sizes: Any = (num,) if isinstance(num, Integral | torch.SymInt) else num
+    return key_of(*random_words(key, check_shape("split", sizes)), key.dtype)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
@@ -170,6 +172,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         torch.Size([4, 2])
     """
     check_key("fold_in", key)
+    data = as_integer(data)
     if isinstance(data, Tensor):
         _check_scalar("fold_in", data, "integers")
         low = data.to(key.device, torch.int32)
@@ -316,17 +319,24 @@ def check_key(name: str, key: Any, batched: bool = False) -> None:
         )
 
 
+def as_integer(x: Any) -> Any:
+    """Convert an integer of NumPy to one of Python; leave anything else as it is."""
+    return int(x) if isinstance(x, Integral) and not isinstance(x, bool) else x
+
+
 def check_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape as a tuple; refuse a bare number and negative sizes."""
-    if not isinstance(shape, Sequence) or isinstance(shape, str):
+    """A shape as a tuple of Python's integers; refuse a bare number and negative sizes."""
+    # A NumPy array is no Sequence, but a shape for JAX, if it has one axis.
+    is_array = hasattr(shape, "__array__") and getattr(shape, "ndim", 0) == 1
+    if not is_array and (not isinstance(shape, Sequence) or isinstance(shape, str)):
         raise TypeError(
             f"random.{name}: a shape is a sequence of sizes such as (3,), not {shape!r}"
         )
-    if any(not isinstance(size, int | torch.SymInt) for size in shape):
+    if any(not isinstance(size, Integral | torch.SymInt) for size in shape):
         raise TypeError(f"random.{name}: {shape!r} has a size that is no integer")
     if any(size < 0 for size in shape):
         raise ValueError(f"random.{name}: {shape!r} has a negative size")
-    return tuple(shape)
+    return tuple(size if isinstance(size, torch.SymInt) else int(size) for size in shape)
 
 
 def check_broadcast(name: str, shape: tuple[int, ...], *parameters: Sequence[int]) -> None:

@@ -70,6 +70,15 @@ def add_crosscheck(commands: Any) -> None:
     parser.add_argument(
         "--repeats", type=int, default=0, help="how many runs to time (default: 0, no times)"
     )
+    parser.add_argument(
+        "--compiled",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="BACKEND",
+        help="compare eager, the trace of functx.jit, what it compiles (by BACKEND, default: its "
+        "own), and JAX, four in a row",
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures as JSON")
     parser.add_argument("--html", type=Path, metavar="PATH", help="write a page with all figures")
 
@@ -97,7 +106,7 @@ def _report(options: argparse.Namespace) -> Any:
         args, kwargs = bound.args, bound.kwargs
     if options.transforms is not None:
         options.transforms = [t for t in ",".join(options.transforms).split(",") if t]
-    names = ("transforms", "argnums", "in_dims", "rtol", "atol", "repeats")
+    names = ("transforms", "argnums", "in_dims", "rtol", "atol", "repeats", "compiled")
     try:
         from functx.compat import crosscheck
     except ImportError as error:

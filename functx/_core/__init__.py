@@ -9,6 +9,7 @@
 - `backend_dispatch`: JAX arrays go to JAX, torch tensors to functx.
 - `memory_tracker`: follows each storage from the operation that made it to its death.
 - `norm_derivatives`: derivatives of normalisations that torch gets wrong where they nest.
+- `linear_maps`: what is recorded to be transposed twice, by `functx.linearize`.
 - `ended_levels`: tensors that outlive the level of a transform.
 - `compiler_warnings`: what runs in eager under ``torch.compile``, and the warning about it.
 """
@@ -32,6 +33,8 @@ from functx._core.errors import LoweringError as LoweringError
 from functx._core.errors import RematError as RematError
 from functx._core.errors import ReplayError as ReplayError
 from functx._core.errors import TracingError as TracingError
+from functx._core.linear_maps import is_only_transposed as is_only_transposed
+from functx._core.linear_maps import only_transposed as only_transposed
 from functx._core.memory_tracker import Event as Event
 from functx._core.memory_tracker import Held as Held
 from functx._core.memory_tracker import LiveStorages as LiveStorages

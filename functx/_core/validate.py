@@ -11,6 +11,7 @@ import functools
 import inspect
 import operator
 import re
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -117,6 +118,18 @@ class NotDifferentiableError(ValueError, RuntimeError):
     """A leaf without derivatives: torch raises the one or the other, by transform and by leaf."""
 
 
+_LEAVES_OF_JAX = (
+    "JAX can take it apart and torch can't: differentiate with respect to its leaves (leaves, tree "
+    "= jax.tree.flatten(x), which jax.tree.unflatten(tree, leaves) puts together again in the JAX "
+    "function; of an Equinox module those of its arrays, equinox.partition(x, equinox.is_array))"
+)
+
+
+def _is_container_of_jax(leaf: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and not jax.tree_util.all_leaves([leaf])
+
+
 def check_inputs(args: Sequence[Any], positions: Sequence[int], api: str) -> None:
     """Raises unless every leaf of ``args`` at ``positions`` is a tensor with derivatives."""
     for position in positions:
@@ -124,7 +137,9 @@ def check_inputs(args: Sequence[Any], positions: Sequence[int], api: str) -> Non
             if has_derivatives(leaf):
                 continue
             name, remedy = type(leaf).__name__, "convert it with torch.as_tensor and .float()"
-            if dataclasses.is_dataclass(leaf):
+            if _is_container_of_jax(leaf):
+                remedy = _LEAVES_OF_JAX
+            elif dataclasses.is_dataclass(leaf):
                 remedy = f"make it a pytree, torch.utils._pytree.register_dataclass({name})"
             raise NotDifferentiableError(
                 f"{api}: everything differentiated must be a Tensor of floating point or complex "

@@ -138,9 +138,9 @@ def modified(region: Any, error: BaseException | None, shape: Any = None) -> Rep
 def of_ended_level(title: Any) -> RematError:
     """A replay pulls back what was made outside, at a level that has ended by then."""
     return refused(
-        f"{title} calls a pullback that was made outside of it, but inside of a transform. That has "
-        "ended when the region is replayed. Make the pullback inside of the region, or outside of "
-        "the transform."
+        f"{title} calls a pullback that was made outside of it, but inside of a transform. That "
+        "has ended when the region is replayed. Make the pullback inside of the region, or outside "
+        "of the transform."
     )
 
 

@@ -19,6 +19,7 @@ from functx._core import (
     dispatches_on_arguments,
     dispatches_on_primals,
     norm_derivatives,
+    only_transposed,
     told,
     tree,
     validate,
@@ -192,7 +193,8 @@ def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R
 
     As :func:`torch.func.linearize`, but it runs ``func`` once, traces nothing, and keeps between
     calls what a pullback keeps: of a `functx.remat` region, its inputs. The linear function is the
-    transpose of the pullback, so each call costs a pullback and its derivative.
+    transpose of the pullback, so each call costs a pullback and its derivative. A JAX function
+    without a reverse mode (`functx.compat.from_jax` of a while loop) runs its forward mode instead.
 
     Args:
         func: Takes and returns pytrees of tensors.
@@ -213,8 +215,12 @@ def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R
         Townsend, *A new trick for calculating Jacobian vector products*, 2017: the transpose of a
         transpose is the map itself.
     """
-    partition = functools.partial(tree.partition, belongs=validate.has_derivatives)
-    values, pullback, others = vjp(lambda *args: partition(func(*args)), *primals, has_aux=True)
+
+    def parts(*args: Any) -> tuple[list[Any], Any]:
+        with only_transposed():
+            return tree.partition(func(*args), belongs=validate.has_derivatives)
+
+    values, pullback, others = vjp(parts, *primals, has_aux=True)
     constants = tree.map_(
         lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, others
     )

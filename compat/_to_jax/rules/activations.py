@@ -1,9 +1,14 @@
-"""Activations; torch decomposes their backward operations."""
+"""Activations, and the backward operations of those that torch defines by parts.
+
+Where two parts meet, the slope is that of the left one, and the derivative of the slope is zero, as
+in torch.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,18 +26,60 @@ def _gelu(x: Any, approximate: str = "none") -> Any:
     return x * 0.5 * (1 + lax.erf(x * math.sqrt(0.5)))
 
 
-@rule("elu")
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def _elu(x: Any, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
-    # The unused branch must not overflow: its zero-weighted derivative would be NaN.
-    low = jnp.where(x > 0, 0.0, x)
+    low = jnp.minimum(x, 0)  # the unused branch must not overflow
     return jnp.where(x > 0, x * scale, jnp.expm1(low * input_scale) * (alpha * scale))
 
 
-@rule("softplus")
+@_elu.defjvp
+def _elu_jvp(alpha: float, scale: float, input_scale: float, xs: Any, dxs: Any) -> Any:
+    out = _elu(xs[0], alpha, scale, input_scale)
+    return out, dxs[0] * _elu_slope(xs[0], alpha, scale, input_scale)
+
+
+def _elu_slope(x: Any, alpha: float, scale: float, input_scale: float) -> Any:
+    low = jnp.where(x < 0, x, 0)
+    return jnp.where(x <= 0, jnp.exp(low * input_scale) * (alpha * scale * input_scale), scale)
+
+
+@rule("elu_backward")
+def _elu_backward(
+    g: Any, alpha: float, scale: float, input_scale: float, is_result: bool, x: Any
+) -> Any:
+    if is_result:
+        return g * jnp.where(x <= 0, (x + alpha * scale) * input_scale, scale)
+    return g * _elu_slope(x, alpha, scale, input_scale)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _softplus(x: Any, beta: float = 1, threshold: float = 20) -> Any:
     scaled = x * beta
     low = jnp.where(scaled > threshold, 0.0, scaled)
     return jnp.where(scaled > threshold, x, jnp.log1p(jnp.exp(low)) / beta)
+
+
+@_softplus.defjvp
+def _softplus_jvp(beta: float, threshold: float, xs: Any, dxs: Any) -> Any:
+    return _softplus(xs[0], beta, threshold), _softplus_backward(dxs[0], xs[0], beta, threshold)
+
+
+@rule("softplus_backward")
+def _softplus_backward(g: Any, x: Any, beta: float, threshold: float) -> Any:
+    scaled = x * beta
+    slope = jax.nn.sigmoid(jnp.where(scaled < threshold, scaled, threshold))
+    return g * jnp.where(scaled > threshold, 1.0, slope)
+
+
+@rule("log_sigmoid_forward")
+def _log_sigmoid(x: Any, *, ctx: Any) -> Any:
+    # torch's decomposition adds two functions that have a kink at zero; this one has none.
+    return jax.nn.log_sigmoid(x), jnp.zeros(ctx.node.meta["val"][1].shape, x.dtype)
+
+
+@rule("log_sigmoid_backward")
+def _log_sigmoid_backward(g: Any, x: Any, buffer: Any) -> Any:
+    return g * jax.nn.sigmoid(-x)
 
 
 @rule("hardtanh")
@@ -63,6 +110,8 @@ def _safe_softmax(x: Any, dim: int, dtype: Any = None, *, ctx: Any) -> Any:
 
 rules(
     {
+        "elu": _elu,
+        "softplus": _softplus,
         "celu": lambda x, alpha=1.0: _elu(x, alpha, 1.0, 1.0 / alpha),
         "hardsigmoid": lambda x: _hardtanh(x + 3, 0, 6) / 6,
         "hardswish": lambda x: jnp.where(x <= -3, 0.0, jnp.where(x < 3, x * (x + 3) / 6, x)),

@@ -16,6 +16,7 @@ from jax import lax
 
 from functx._core import LoweringError
 from functx.compat._to_jax.rules.table import rule, rules
+from functx.compat._to_jax.rules.views import straight_through
 
 
 def _indices(indices: Sequence[Any]) -> tuple[Any, ...]:
@@ -105,25 +106,40 @@ def _write(x: Any, where: tuple[Any, ...], values: Any, how: str) -> Any:
     return getattr(x.at[where], how)(values)
 
 
-@jax.custom_jvp
 def _multiply_at(x: Any, where: tuple[Any, ...], values: Any) -> Any:
-    """Multiply values onto places of x, several may share one; lax has no derivative for it."""
-    return x.at[where].multiply(values)
+    """Multiply values onto places of x, several may share one.
+
+    By products alone, so that derivatives of all orders are right where factors are zero: what
+    falls on one place is sorted to lie together, and multiplied up by a scan.
+    """
+    place = jnp.arange(x.size).reshape(x.shape)
+    onto = place.at[where].get(mode="fill", fill_value=x.size)  # where it is outside, onto nothing
+    places = jnp.concatenate([place.ravel(), onto.ravel()])
+    factors = jnp.concatenate([x.ravel(), values.ravel()])
+    order = jnp.argsort(places, stable=True)
+    places, factors = places[order], factors[order]
+    starts = jnp.concatenate([jnp.ones(1, bool), places[1:] != places[:-1]])
+
+    def multiply(a: Any, b: Any) -> Any:
+        return a[0] | b[0], jnp.where(b[0], 1, a[1]) * b[1]
+
+    _, products = lax.associative_scan(multiply, (starts, factors))
+    last = jnp.searchsorted(places, place.ravel(), side="right") - 1
+    return products[last].reshape(x.shape)
 
 
-@_multiply_at.defjvp
-def _multiply_at_jvp(primals: Any, tangents: Any) -> Any:
-    x, where, values = primals
-    dx, _, dv = tangents
-    # Each factor's tangent times the product of the others: right also where one factor is zero.
-    x0, v0 = x == 0, values == 0
-    safe_x, safe_v = jnp.where(x0, 1, x), jnp.where(v0, 1, values)
-    others = _multiply_at(safe_x, where, safe_v)
-    zeros = x0.astype(jnp.int32).at[where].add(v0.astype(jnp.int32))
-    relative = jnp.where(x0, 0, dx / safe_x).at[where].add(jnp.where(v0, 0, dv / safe_v))
-    alone = jnp.where(x0, dx, 0).at[where].add(jnp.where(v0, dv, 0))
-    tangent = others * jnp.where(zeros == 0, relative, jnp.where(zeros == 1, alone, 0))
-    return _multiply_at(x, where, values), tangent
+def _extreme_at(x: Any, where: tuple[Any, ...], values: Any, how: str, counts: Any = True) -> Any:
+    """The extreme of x and of what falls on its places; those which are equal share the derivative.
+
+    ``counts`` says which entries of x take part; others are lower, or higher, than any value.
+    """
+    found = lax.stop_gradient(getattr(x.at[where], how)(values, mode="drop"))
+    same = lambda a, b: (a == b) | (jnp.isnan(a) & jnp.isnan(b))  # noqa: E731
+    ours = same(x, found) & counts
+    theirs = same(values, found.at[where].get(mode="fill", fill_value=0))
+    number = ours.astype(x.dtype).at[where].add(theirs.astype(x.dtype), mode="drop")
+    total = jnp.where(ours, x, 0).at[where].add(jnp.where(theirs, values, 0), mode="drop")
+    return straight_through(found, total / jnp.maximum(number, 1))
 
 
 _REDUCERS = {"sum": "add", "prod": "multiply", "amax": "max", "amin": "min", "mean": "add"}
@@ -144,6 +160,12 @@ def _scatter_reduce(
     x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
 ) -> Any:
     start = x if include_self else _scatter_by(x, dim, index, _neutral(reduce, x.dtype), "set")
+    if reduce in ("amax", "amin") and jnp.issubdtype(x.dtype, jnp.inexact):
+        counts = include_self or _scatter_by(jnp.ones(x.shape, bool), dim, index, False, "set")
+        start, index, counts = jnp.atleast_1d(start, index, counts)
+        values = jnp.atleast_1d(src)[tuple(slice(0, n) for n in index.shape)]
+        where = _coordinates(index, dim % start.ndim)
+        return _extreme_at(start, where, values, _REDUCERS[reduce], counts).reshape(x.shape)
     out = _scatter_by(start, dim, index, src, _REDUCERS[reduce])
     if reduce != "mean":
         return out
@@ -203,6 +225,8 @@ def _segments(data: Any, lengths: Any, reduce: str, initial: Any) -> Any:
     base = jnp.full(shape, start, data.dtype)
     if how == "prod":
         out = _multiply_at(base, (segment,), data)
+    elif how in ("amax", "amin") and jnp.issubdtype(data.dtype, jnp.inexact):
+        out = _extreme_at(base, (segment,), data, _REDUCERS[how], counts=False)
     else:
         out = getattr(base.at[segment], _REDUCERS[how])(data, mode="drop")
     if reduce == "mean":

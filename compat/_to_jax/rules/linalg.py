@@ -9,11 +9,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import jax.scipy.linalg as jsl
 import numpy as np
 from jax import lax
 
+from functx.compat._to_jax.rules.pointwise import absolute
 from functx.compat._to_jax.rules.reductions import vector_norm
 from functx.compat._to_jax.rules.table import rule, rules
 from functx.compat._to_jax.rules.views import straight_through
@@ -30,6 +32,14 @@ def _adjoint(m: Any) -> Any:
 def _no_errors(a: Any) -> Any:
     """Nothing is raised from data: a singular matrix gives NaN or infinity."""
     return jnp.zeros(a.shape[:-2], jnp.int32)
+
+
+def _singular(lu: Any) -> Any:
+    """LAPACK's code: the number of the first pivot that is zero, or 0."""
+    zero = jnp.diagonal(lu, axis1=-2, axis2=-1) == 0
+    if not zero.shape[-1]:
+        return jnp.zeros(lu.shape[:-2], jnp.int32)
+    return jnp.where(zero.any(-1), jnp.argmax(zero, -1) + 1, 0).astype(jnp.int32)
 
 
 @rule("addmm", "addmv", "baddbmm", "addbmm")
@@ -104,18 +114,75 @@ def _packed(a: Any) -> tuple[Any, Any]:
 
 @rule("_linalg_solve_ex")
 def _solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> Any:
-    return _solve(a, b, left), *_packed(a), _no_errors(a)
+    lu, pivots = _packed(a)
+    return _solve(a, b, left), lu, pivots, _singular(lu)
 
 
 @rule("_linalg_det")
 def _det(a: Any) -> Any:
-    return jnp.linalg.det(a) if a.shape[-1] else jnp.ones(a.shape[:-2], a.dtype), *_packed(a)
+    return _determinant(a) if a.shape[-1] else jnp.ones(a.shape[:-2], a.dtype), *_packed(a)
+
+
+@jax.custom_jvp
+def _determinant(a: Any) -> Any:
+    return jnp.linalg.det(a)
+
+
+@_determinant.defjvp
+def _determinant_jvp(primals: Any, tangents: Any) -> Any:
+    # JAX's second derivatives are NaN, or zero, where the matrix is singular.
+    return _determinant(*primals), jnp.sum(_cofactors(*primals) * tangents[0], (-2, -1))
+
+
+@jax.custom_jvp
+def _cofactors(a: Any) -> Any:
+    """The derivative of the determinant, which is finite for a singular matrix, too."""
+    out, pull = jax.vjp(jnp.linalg.det, a)
+    return pull(jnp.ones_like(out))[0]
+
+
+@_cofactors.defjvp
+def _cofactors_jvp(primals: Any, tangents: Any) -> Any:
+    return _cofactors(*primals), _cofactors_along(*primals, *tangents)
+
+
+@jax.custom_jvp
+def _cofactors_along(a: Any, da: Any) -> Any:
+    """The derivative of cofactors along a matrix, by singular values: no inverse is needed.
+
+    In the bases of singular vectors it is the diagonal of the one of a diagonal matrix, in which
+    products of all singular values but two are the coefficients.
+    """
+    u, s, vh = jnp.linalg.svd(lax.stop_gradient(a), full_matrices=True)
+    n = s.shape[-1]
+    unit = jnp.linalg.det(u) * jnp.linalg.det(vh)
+    but_two = np.ones((n, n, n), bool)
+    but_two[np.arange(n), :, np.arange(n)] = but_two[:, np.arange(n), np.arange(n)] = False
+    rest = jnp.prod(jnp.where(but_two, s[..., None, None, :], 1), -1)
+    rest = jnp.where(np.eye(n, dtype=bool), 0, rest).astype(a.dtype) * unit[..., None, None]
+    x = matmul(matmul(_adjoint(u), da), _adjoint(vh))
+    traces = jnp.sum(rest * jnp.diagonal(x, axis1=-2, axis2=-1)[..., None, :], -1)
+    inner = traces[..., None] * jnp.eye(n, dtype=a.dtype) - rest * jnp.swapaxes(x, -1, -2)
+    return matmul(matmul(jnp.conj(u), inner), jnp.conj(vh))
+
+
+@_cofactors_along.defjvp
+def _cofactors_along_jvp(primals: Any, tangents: Any) -> Any:
+    # By the inverse: third derivatives of a singular matrix are not finite.
+    along = lambda a, da: jax.jvp(_cofactors_by_inverse, (a,), (da,))[1]  # noqa: E731
+    (a, da), (dda, along_da) = primals, tangents
+    out = _cofactors_along(a, da)
+    return out, jax.jvp(lambda a: along(a, da), (a,), (dda,))[1] + _cofactors_along(a, along_da)
+
+
+def _cofactors_by_inverse(a: Any) -> Any:
+    return jnp.linalg.det(a)[..., None, None] * jnp.swapaxes(jnp.linalg.inv(a), -1, -2)
 
 
 @rule("linalg_lu_factor_ex")
 def _lu_factor(a: Any, *, pivot: bool = True, check_errors: bool = False) -> Any:
     lu, pivots, _ = lax.linalg.lu(a)
-    return lu, pivots + 1, _no_errors(a)
+    return lu, pivots + 1, _singular(lax.stop_gradient(lu))
 
 
 def _unpack(lu: Any, permutation: Any) -> tuple[Any, Any, Any]:
@@ -161,26 +228,52 @@ def _eigh(a: Any, uplo: str = "L", compute_v: bool = True) -> Any:
     return w, v if compute_v else jnp.zeros((0,), a.dtype)
 
 
+def _eig(a: Any) -> Any:
+    if not a.size:  # of which JAX has no derivatives
+        return jnp.zeros(a.shape[:-1], a.dtype), a
+    return lax.linalg.eig(a, compute_left_eigenvectors=False, enable_eigvec_derivs=True)
+
+
 @rule("_linalg_svd")
 def _svd(
     a: Any, full_matrices: bool = False, compute_uv: bool = True, *, driver: Any = None
 ) -> Any:
     if compute_uv:
-        return tuple(jnp.linalg.svd(a, full_matrices=full_matrices))
+        # A square matrix has the same factors in both forms; JAX differentiates the reduced one.
+        full = full_matrices and a.shape[-1] != a.shape[-2]
+        return tuple(jnp.linalg.svd(a, full_matrices=full))
     empty = jnp.zeros((0,), a.dtype)
     return empty, jnp.linalg.svd(a, compute_uv=False), empty
 
 
 @rule("linalg_pinv.atol_rtol_tensor")
 def _pinv(a: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> Any:
-    a = _hermitian(a, True) if hermitian else a
-    u, s, vh = jnp.linalg.svd(a, full_matrices=False)
     default = max(a.shape[-2:]) * np.finfo(a.dtype).eps if atol is None else 0.0
     relative = default if rtol is None else jnp.asarray(rtol)[..., None]
     absolute = jnp.asarray(0.0 if atol is None else atol)[..., None]
+    return _pseudo_inverse(a, lax.stop_gradient((absolute, relative)), hermitian)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _pseudo_inverse(a: Any, tolerances: Any, hermitian: bool) -> Any:
+    a = _hermitian(a, True) if hermitian else a
+    u, s, vh = jnp.linalg.svd(a, full_matrices=False)
+    absolute, relative = tolerances
     there = s > jnp.maximum(absolute, relative * s[..., :1])
     inverse = jnp.where(there, 1 / jnp.where(there, s, 1), 0)
     return matmul(_adjoint(vh) * inverse[..., None, :], _adjoint(u))
+
+
+@_pseudo_inverse.defjvp
+def _pseudo_inverse_jvp(hermitian: bool, primals: Any, tangents: Any) -> Any:
+    # The derivative of Golub and Pereyra (1973), at constant rank: that of the factors has no value
+    # where singular values are equal.
+    (a, tolerances), da = primals, tangents[0]
+    p = _pseudo_inverse(a, tolerances, hermitian)
+    ph, dah = _adjoint(p), _adjoint(da)
+    left = matmul(matmul(p, ph), dah - matmul(dah, matmul(a, p)))
+    right = matmul(dah - matmul(matmul(p, a), dah), matmul(ph, p))
+    return p, left + right - matmul(matmul(p, da), p)
 
 
 @rule("linalg_householder_product")
@@ -206,13 +299,22 @@ def _ormqr(a: Any, tau: Any, c: Any, left: bool = True, transpose: bool = False)
 
 @rule("_cdist_forward", "_euclidean_dist")
 def _cdist(a: Any, b: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
-    return vector_norm(a[..., :, None, :] - b[..., None, :, :], p, (-1,), False)
+    return _distance(a[..., :, None, :] - b[..., None, :, :], p)
+
+
+def _distance(x: Any, p: float) -> Any:
+    if p != float("inf"):
+        return vector_norm(x, p, (-1,), False)
+    # Unlike those of a norm, coordinates that are equally far have all of the derivative, each.
+    size = absolute(x)
+    found = jnp.max(lax.stop_gradient(size), -1, keepdims=True, initial=0)
+    return straight_through(found[..., 0], jnp.sum(jnp.where(size == found, size, 0), -1))
 
 
 @rule("_pdist_forward")
 def _pdist(a: Any, p: float = 2.0) -> Any:
     rows, columns = np.triu_indices(a.shape[0], 1)
-    return vector_norm(a[rows] - a[columns], p, (-1,), False)
+    return _distance(a[rows] - a[columns], p)
 
 
 @rule("_trilinear")
@@ -231,11 +333,9 @@ rules(
         "_linalg_check_errors": lambda *_, **__: None,
         "_linalg_slogdet": lambda a: (*jnp.linalg.slogdet(a), *_packed(a)),
         "cholesky": lambda a, upper=False: _cholesky_ex(a, upper=upper)[0],
-        "linalg_eig": lambda a: lax.linalg.eig(
-            a, compute_left_eigenvectors=False, enable_eigvec_derivs=True
-        ),
-        "linalg_eigvals _linalg_eigvals": jnp.linalg.eigvals,
-        "linalg_inv_ex": lambda a, **_: (jnp.linalg.inv(a), _no_errors(a)),
+        "linalg_eig": _eig,
+        "linalg_eigvals _linalg_eigvals": lambda a: jnp.linalg.eigvals(a) if a.size else _eig(a)[0],
+        "linalg_inv_ex": lambda a, **_: (jnp.linalg.inv(a), _singular(_packed(a)[0])),
         "linalg_lu": lambda a, **_: _unpack(*lax.linalg.lu(a)[::2]),
         "linalg_matrix_exp": lambda a: _expm(a) if a.size else a,
         "vdot": partial(jnp.vdot, precision=lax.Precision.HIGHEST),

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from functx.compat._to_jax.rules.linalg import matmul
+from functx.compat._to_jax.rules.pointwise import absolute
 from functx.compat._to_jax.rules.table import rule
 from functx.compat._to_jax.rules.views import straight_through
 
@@ -29,20 +30,83 @@ def _reduce(loss: Any, reduction: int) -> Any:
 
 @rule("binary_cross_entropy")
 def _bce(x: Any, y: Any, weight: Any = None, reduction: int = _MEAN) -> Any:
-    # torch clamps the logarithms at -100, and their derivatives by an epsilon.
-    loss = -(y * _log_clamped(x) + (1 - y) * _log_clamped(1 - x))
+    loss = _entropy(x, y)
     return _reduce(loss if weight is None else loss * weight, reduction)
 
 
+@rule("binary_cross_entropy_backward")
+def _bce_backward(g: Any, x: Any, y: Any, weight: Any = None, reduction: int = _MEAN) -> Any:
+    g = g * _entropy_slope(x, y)
+    g = g if weight is None else g * weight
+    return g / x.size if reduction == _MEAN else g
+
+
+# torch clamps the logarithms at -100, and keeps denominators of derivatives away from zero.
+_EPSILON = 1e-12
+
+
 @jax.custom_jvp
-def _log_clamped(x: Any) -> Any:
-    return jnp.maximum(jnp.log(x), -100)
+def _entropy(x: Any, y: Any) -> Any:
+    log = lambda x: jnp.maximum(jnp.log(x), -100)  # noqa: E731
+    return -(y * log(x) + (1 - y) * log(1 - x))
 
 
-@_log_clamped.defjvp
-def _log_clamped_jvp(primals: Any, tangents: Any) -> Any:
-    (x,), (t,) = primals, tangents
-    return _log_clamped(x), t / jnp.maximum(x, 1e-12)
+@_entropy.defjvp
+def _entropy_jvp(primals: Any, tangents: Any) -> Any:
+    (x, y), (dx, dy) = primals, tangents
+    return _entropy(x, y), dx * _entropy_slope(x, y) + dy * (jnp.log1p(-x) - jnp.log(x))
+
+
+@jax.custom_jvp
+def _entropy_slope(x: Any, y: Any) -> Any:
+    return (x - y) / jnp.maximum((1 - x) * x, _EPSILON)
+
+
+@_entropy_slope.defjvp
+def _entropy_slope_jvp(primals: Any, tangents: Any) -> Any:
+    (x, y), (dx, dy) = primals, tangents
+    bend = (x * x - 2 * x * y + y) / ((x + _EPSILON) * (1 - x + _EPSILON)) ** 2
+    return _entropy_slope(x, y), dx * bend - dy / jnp.maximum((1 - x) * x, _EPSILON)
+
+
+@rule("huber_loss")
+def _huber(x: Any, y: Any, reduction: int = _MEAN, delta: float = 1.0) -> Any:
+    # The square of the residual, not of its absolute value, which has a kink at zero.
+    z = x - y
+    outside = delta * (absolute(z) - 0.5 * delta)
+    return _reduce(jnp.where(jnp.abs(z) < delta, 0.5 * z * z, outside), reduction)
+
+
+@rule("smooth_l1_loss")
+def _smooth_l1(x: Any, y: Any, reduction: int = _MEAN, beta: float = 1.0) -> Any:
+    z = x - y
+    if beta == 0:
+        return _reduce(absolute(z), reduction)
+    inside = 0.5 * z * z / beta
+    return _reduce(jnp.where(jnp.abs(z) < beta, inside, absolute(z) - 0.5 * beta), reduction)
+
+
+@rule("multi_margin_loss")
+def _multi_margin(
+    x: Any, target: Any, p: Any = 1, margin: Any = 1, weight: Any = None, reduction: int = _MEAN
+) -> Any:
+    # Not torch's decomposition, in which a margin that is just kept has a derivative.
+    rows, labels = jnp.atleast_2d(x), jnp.atleast_1d(target)[:, None]
+    z = margin - jnp.take_along_axis(rows, labels, 1) + rows
+    counts = (z > 0) & (jnp.arange(rows.shape[1]) != labels)
+    z = jnp.where(counts, z, 0)
+    z = z if p == 1 else z * z
+    z = z if weight is None else z * weight[labels]
+    loss = jnp.sum(z, 1) / rows.shape[1]
+    return _reduce(loss if target.ndim else loss[0], reduction)
+
+
+@rule("multi_margin_loss_backward")
+def _multi_margin_backward(
+    g: Any, x: Any, target: Any, p: Any, margin: Any, weight: Any = None, reduction: int = _MEAN
+) -> Any:
+    loss = lambda x: _multi_margin(x, target, p, margin, weight, reduction)  # noqa: E731
+    return jax.vjp(loss, x)[1](g)[0]
 
 
 @rule("multilabel_margin_loss_forward")

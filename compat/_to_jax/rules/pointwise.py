@@ -20,13 +20,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax.scipy import special
 
 from functx.compat._to_jax.rules.table import rule, rules
+from functx.compat._to_jax.rules.views import straight_through
 
 # Functions that torch and jax.numpy have under one name, and of one meaning.
 _CAST = """
 acos acosh asin asinh atan atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
-bitwise_right_shift bitwise_xor ceil copysign cos cosh deg2rad exp exp2 expm1 floor fmod gcd
-hypot lcm log log10 log1p log2 logaddexp logaddexp2 nextafter positive rad2deg reciprocal
-round sin sinc sinh sqrt square tan tanh trunc
+bitwise_right_shift bitwise_xor ceil cos cosh deg2rad exp exp2 expm1 floor fmod gcd
+lcm log log10 log1p log2 logaddexp logaddexp2 nextafter positive rad2deg reciprocal
+round sin sinh sqrt square tan tanh trunc
 """
 _PLAIN = """
 frexp imag isfinite isinf isnan isneginf isposinf logical_and logical_not logical_or logical_xor
@@ -54,9 +55,7 @@ rules(
         "neg _neg_view": jnp.negative,
         "rsqrt": lax.rsqrt,
         "sigmoid": jax.nn.sigmoid,
-        "special_xlog1py": lambda x, y: jnp.where(jnp.isnan(y), jnp.nan, special.xlog1py(x, y)),
         "sub": lambda x, y, alpha=1: jnp.subtract(x, y if alpha == 1 else alpha * y),
-        "xlogy special_xlogy": lambda x, y: jnp.where(jnp.isnan(y), jnp.nan, special.xlogy(x, y)),
     },
     cast=True,
 )
@@ -144,6 +143,73 @@ def _power_jvp(primals: Any, tangents: Any) -> Any:
         zero = (x == 0) & (jnp.real(y) >= 0)
         tangent += dy * jnp.where(zero, 0, out * jnp.log(jnp.where(zero, 1, x)))
     return out, tangent
+
+
+def _of_log(log: Any, plus: int) -> Any:
+    """The function ``x * log(y)``; at x = 0 it is zero, and so is its slope if y has no log."""
+
+    @jax.custom_jvp
+    def product(x: Any, y: Any) -> Any:
+        zero = x == 0
+        return jnp.where(jnp.isnan(y), jnp.nan, jnp.where(zero, 0, x * log(jnp.where(zero, 1, y))))
+
+    @product.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        (x, y), (dx, dy) = primals, tangents
+        nothing = (x == 0) & (y + plus <= 0)
+        slope = jnp.where(nothing, 0, log(jnp.where(nothing, 1, y)))
+        return product(x, y), dx * slope + dy * (x / (y + plus))
+
+    return lambda x, y: product(*_floats(x, y))
+
+
+def _floats(*xs: Any) -> Any:
+    """Arrays of one shape and dtype; a rule's arguments may be Python numbers."""
+    kind = jnp.result_type(*xs)
+    return jnp.broadcast_arrays(*(jnp.asarray(x, kind) for x in xs))
+
+
+rules(
+    {"xlogy special_xlogy": _of_log(jnp.log, 0), "special_xlog1py": _of_log(jnp.log1p, 1)},
+    cast=True,
+)
+
+
+@jax.custom_jvp
+def _hypotenuse(x: Any, y: Any) -> Any:
+    return jnp.hypot(x, y)
+
+
+@_hypotenuse.defjvp
+def _hypotenuse_jvp(primals: Any, tangents: Any) -> Any:
+    # JAX's own second derivatives are zero where x and y are of one size.
+    (x, y), (dx, dy), out = primals, tangents, _hypotenuse(*primals)
+    return out, dx * (x / out) + dy * (y / out)
+
+
+rules({"hypot": lambda x, y: _hypotenuse(*_floats(x, y))}, cast=True)
+
+
+@rule("copysign", cast=True)
+def _copysign(x: Any, y: Any) -> Any:
+    # No derivative at zero, where JAX has that of a side.
+    x, y = _floats(x, y)
+    turn = jnp.where(x == 0, 0, jnp.copysign(1.0, x) * jnp.copysign(1.0, y))
+    return straight_through(jnp.copysign(x, y), x * lax.stop_gradient(turn))
+
+
+def sine_ratio(x: Any) -> Any:
+    """The function ``sin(x) / x``, by its series near zero, where JAX's quotients lose digits."""
+    near = jnp.abs(x) < 0.5
+    square = jnp.where(near, x * x, 0)
+    series: Any = jnp.ones_like(x)
+    for k in range(9, 0, -1):
+        series = 1 - series * square / (2 * k * (2 * k + 1))
+    far = jnp.where(near, 1, x)
+    return jnp.where(near, series, jnp.sin(far) / far)
+
+
+rules({"sinc": lambda x: sine_ratio(np.pi * x)}, cast=True)
 
 
 @rule("digamma", cast=True)
@@ -244,6 +310,8 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
 @rule("clamp.Tensor", "clamp_min.Tensor", cast=True)
 def _clamp_by_tensors(x: Any, min: Any = None, max: Any = None) -> Any:
     if not _SINCE_2_14:
+        if min is not None and max is not None:  # equal bounds have no derivative
+            min = jnp.where(min < max, min, lax.stop_gradient(min))
         return _clamp(x, min, max)
     x = x if min is None else _maximum(x, min)
     return x if max is None else _minimum(x, max)

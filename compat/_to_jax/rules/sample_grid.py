@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.ndimage import map_coordinates
 
 from functx._core import LoweringError
 from functx.compat._to_jax.rules.table import rule, rules
+from functx.compat._to_jax.rules.views import straight_through
 
-_NEAREST = 1
+_NEAREST, _CUBIC = 1, 2
 _ZEROS, _BORDER = 0, 1
 
 
@@ -22,31 +24,74 @@ def _unnormalize(g: Any, size: int, align: bool) -> Any:
 
 
 def _reflect(x: Any, low: float, high: float) -> Any:
+    """Folded into the range; each fold turns the derivative round."""
     span = high - low
     if span == 0:
         return jnp.zeros_like(x)
-    folded = jnp.mod(jnp.abs(x - low), 2 * span)
-    return jnp.where(folded > span, 2 * span - folded, folded) + low
+    inside = jnp.where(x < low, low - x, x - low)
+    folds = jnp.floor(lax.stop_gradient(inside) / span)
+    extra = straight_through(jnp.fmod(inside, span), inside)
+    return jnp.where(folds % 2 == 0, extra, span - extra) + low
 
 
-def _place(g: Any, size: int, padding: int, align: bool) -> Any:
-    x = _unnormalize(g, size, align)
+def _within(x: Any, size: int, padding: int, align: bool) -> Any:
+    """Positions in the image; on its border, and beyond it, they have no derivative."""
     if padding == _ZEROS:
         return x
     if padding != _BORDER:
         x = _reflect(x, 0.0, size - 1.0) if align else _reflect(x, -0.5, size - 0.5)
-    return jnp.clip(x, 0, size - 1)
+    return jnp.where(x <= 0, 0, jnp.where(x >= size - 1, size - 1, x))
 
 
-@rule("grid_sampler_3d")
-def _grid_sampler_3d(x: Any, grid: Any, mode: int, padding: int, align: bool) -> Any:
-    sizes = x.shape[2:]
+def _taps(g: Any, size: int, mode: int, padding: int, align: bool) -> list[tuple[Any, Any]]:
+    """Along one axis: the pixels that are read, of which some lie outside, and their weights."""
+    x = _unnormalize(g, size, align)
+    if mode == _CUBIC:
+        first = jnp.floor(x)
+        at = [_within(first + k, size, padding, align) for k in (-1, 0, 1, 2)]
+        return [(jnp.round(p), w) for p, w in zip(at, _cubic(x - first))]
+    x = _within(x, size, padding, align)
+    if mode == _NEAREST:
+        return [(jnp.round(x), jnp.ones_like(x))]
+    first = jnp.floor(x)
+    return [(first, first + 1 - x), (first + 1, x - first)]
+
+
+def _cubic(t: Any) -> list[Any]:
+    """Keys' kernel with torch's parameter, at the distances of four neighbours."""
+    a = -0.75
+    near = lambda d: ((a + 2) * d - (a + 3)) * d * d + 1  # noqa: E731
+    far = lambda d: ((a * d - 5 * a) * d + 8 * a) * d - 4 * a  # noqa: E731
+    return [far(t + 1), near(t), near(1 - t), far(2 - t)]
+
+
+@rule("grid_sampler_2d", "grid_sampler_3d")
+def _grid_sampler(image: Any, grid: Any, mode: int, padding: int, align: bool) -> Any:
+    sizes = image.shape[2:]
+    n = len(sizes)
     # The grid's last axis is (x, y, z), the image's axes are (z, y, x).
-    places = [_place(grid[..., 2 - i], sizes[i], padding, align) for i in range(3)]
-    order = 0 if mode == _NEAREST else 1
-    at = jnp.stack([p if order else jnp.round(p) for p in places], 1)
-    sample = lambda image, p: map_coordinates(image, [*p], order, "constant")  # noqa: E731
-    return jax.vmap(jax.vmap(sample, (0, None)))(x, at)
+    axes = [_taps(grid[..., n - 1 - i], m, mode, padding, align) for i, m in enumerate(sizes)]
+    sample = jax.vmap(lambda plane, at: plane[(slice(None), *at)])
+    total: Any = jnp.zeros(())
+    for taps in itertools.product(*axes):
+        inside = _all(((p >= 0) & (p < m) for (p, _), m in zip(taps, sizes)))
+        at = tuple(jnp.where(inside, p, 0).astype(int) for p, _ in taps)
+        weight = jnp.where(inside, _product([w for _, w in taps]), 0)
+        # Pixels outside are zero, whatever the image holds at the place that is read for them.
+        pixels = jnp.where(inside[:, None], sample(image, at), 0)
+        total = total + pixels * weight[:, None]
+    return total
+
+
+def _all(conditions: Any) -> Any:
+    return jnp.stack([*conditions]).all(0)
+
+
+def _product(factors: Sequence[Any]) -> Any:
+    total = factors[0]
+    for factor in factors[1:]:
+        total = total * factor
+    return total
 
 
 def _antialiased(x: Any, size: Any, align: bool, *scales: Any, ctx: Any, method: str) -> Any:

@@ -109,11 +109,33 @@ def _median(x: Any, dim: int | None, keepdim: bool = False, skip_nan: bool = Fal
     return _pick(x1, index, d, keepdim and x.ndim > 0)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _median_of_all(x: Any, skip_nan: bool) -> Any:
+    return jnp.ravel(x)[_median_index(jnp.ravel(x), 0, skip_nan)]
+
+
+@_median_of_all.defjvp
+def _median_of_all_jvp(skip_nan: bool, primals: Any, tangents: Any) -> Any:
+    # Those which are equal share the derivative, as in torch; that of a row goes to the chosen one.
+    (x,), out = primals, _median_of_all(*primals, skip_nan)
+    equal = jnp.where(jnp.isnan(out), jnp.isnan(x), x == out)
+    # One is found also where XLA makes x twice and rounds in two ways.
+    place = _median_index(jnp.ravel(x), 0, skip_nan)
+    found = (jnp.arange(x.size) == place).reshape(x.shape)
+    return out, jnp.mean(tangents[0], where=equal | found)
+
+
+def _median_of(x: Any, skip_nan: bool = False) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return _median_of_all(x, skip_nan)
+    return _median(x, None, False, skip_nan)[0]
+
+
 rules(
     {
-        "median": lambda x: _median(x, None)[0],
+        "median": _median_of,
         "median.dim": _median,
-        "nanmedian": lambda x: _median(x, None, skip_nan=True)[0],
+        "nanmedian": partial(_median_of, skip_nan=True),
         "nanmedian.dim": partial(_median, skip_nan=True),
     }
 )

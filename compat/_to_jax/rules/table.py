@@ -100,3 +100,9 @@ def decompositions() -> dict[Any, Fn]:
     aten = torch.ops.aten
     known[aten._efficientzerotensor.default] = aten.zeros.default  # its kernels compute on "meta"
     return {op: f for op, f in known.items() if isinstance(op, OpOverload) and lookup(op) is None}
+
+
+def named() -> dict[str, Rule]:
+    """All rules by the names that they are registered for."""
+    load()
+    return dict(_rules)

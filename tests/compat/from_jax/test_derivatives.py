@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -17,6 +18,8 @@ from functx import memory
 from functx._core.errors import LoweringError
 from functx.compat import from_jax
 from functx.compat._from_jax.torch_operator import program_of
+
+from ..helpers import assert_close
 
 # Memory formats of forward mode are compared with a loop that warns.
 pytestmark = pytest.mark.filterwarnings(
@@ -57,6 +60,34 @@ def test_what_has_no_reverse_mode_raises_only_when_asked():
     assert torch.func.jvp(f, (x.detach(),), (x.detach(),))[1].tolist() == [16, 16]
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
         y.sum().backward()
+
+
+LOOPS = {
+    "while": lambda x: jax.lax.while_loop(lambda y: (y < 9).all(), lambda y: y * y + jnp.sin(y), x),
+    "fori": lambda x: jax.lax.fori_loop(0, jnp.int32(x.size), lambda i, y: jnp.sin(y) * 1.5, x),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_has_no_reverse_mode_can_be_linearized(name):
+    f, x, t = from_jax(LOOPS[name]), torch.linspace(1, 2, 3), torch.linspace(2, 3, 3)
+    around = lambda f, sin: lambda x: sin(f(x * x)) + x
+    ours, linear = functx.linearize(around(f, torch.sin), x)
+    expected, moved = jax.jvp(around(LOOPS[name], jnp.sin), (x.numpy(),), (t.numpy(),))
+    assert_close(ours, expected, rtol=1e-5)
+    assert_close(linear(t), moved, rtol=1e-5)
+    assert_close(torch.vmap(linear)(torch.stack([t, -t])), np.stack([moved, -moved]), rtol=1e-5)
+    second = functx.jvp(lambda x: functx.linearize(f, x)[1](t), (x,), (t,))[1]
+    in_jax = lambda x: jax.jvp(LOOPS[name], (x,), (t.numpy(),))[1]
+    assert_close(second, jax.jvp(in_jax, (x.numpy(),), (t.numpy(),))[1], rtol=1e-4)
+
+
+def test_a_gradient_inside_of_what_is_linearized_still_asks_for_a_reverse_mode():
+    f = from_jax(LOOPS["while"])
+    _, linear = functx.linearize(lambda x: f(x).sum().expand(2), torch.ones(2))
+    assert linear(torch.ones(2)).shape == (2,)
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        functx.linearize(functx.grad(lambda x: f(x).sum()), torch.ones(2))
 
 
 def test_in_place_writes_before_the_backward_are_noticed():

@@ -158,3 +158,33 @@ def test_leaves_that_are_no_parameters_are_kept_and_names_that_collide_refused()
     assert back["half"].dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="taken twice"):
         module_from_jax(lambda p: 0, {"a.b": jnp.ones(1), "a_b": jnp.ones(1)})
+
+
+class Power(eqx.Module):
+    weight: jax.Array
+    order: int = eqx.field(static=True)
+    activation: callable = jnp.tanh
+
+    def __call__(self, x):
+        return jnp.sum(self.activation(self.weight @ x) ** self.order)
+
+
+def test_the_advice_for_a_module_of_equinox_under_a_transform_works():
+    model = Power(jnp.ones((2, 3)) / 3, 2)
+    x = torch.ones(3)
+    f = from_jax(lambda model, x: model(x))
+    for transform in (functx.grad, functx.jacrev, functx.hessian, functx.value_and_grad):
+        with pytest.raises(TypeError, match=r"arrays of both kinds.*from_dlpack.*may close over"):
+            transform(f)(model, x)
+        moved = jax.tree.map(lambda a: torch.from_dlpack(a) if eqx.is_array(a) else a, model)
+        with pytest.raises(ValueError, match=r"jax\.tree\.flatten\(x\).*equinox\.partition"):
+            transform(f)(moved, x)
+    weights, static = eqx.partition(model, eqx.is_array)
+    leaves, tree = jax.tree.flatten(weights)
+    put_together = lambda leaves: eqx.combine(jax.tree.unflatten(tree, leaves), static)
+    f = from_jax(lambda leaves, x: put_together(leaves)(x))
+    (gradient,) = functx.grad(f)([torch.from_dlpack(leaf) for leaf in leaves], x)
+    expected = eqx.filter_grad(lambda model: model(jnp.ones(3)))(model)
+    assert_close(gradient, expected.weight)
+    closing = from_jax(lambda x: model(x))
+    assert_close(functx.grad(closing)(x), jax.grad(model)(jnp.ones(3)))

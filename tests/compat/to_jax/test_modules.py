@@ -104,6 +104,54 @@ def test_buffers_are_arguments_and_results():
     assert int(buffers["1.num_batches_tracked"]) == 2
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.embed((x.abs() * 2).long().clamp(0, 5)).tanh())
+
+
+TRAINED = {
+    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.float32),
+    "tied": (Tied, torch.float32),
+    "parametrized": (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), torch.float32),
+    "bfloat16": (lambda: nn.Linear(4, 3), torch.bfloat16),
+    "float64": (lambda: nn.LSTM(4, 3), torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_parameters_trained_in_jax_go_back_to_a_state_dict(name):
+    torch.manual_seed(0)
+    build, dtype = TRAINED[name]
+    net, x = build().to(dtype), torch.randn(5, 4).to(dtype)
+    with jax.enable_x64(dtype == torch.float64):
+        params, buffers, fn = to_jax(net, buffers=True)
+
+        def loss(params, buffers, x):
+            out, buffers = fn(params, buffers, x)
+            return (_first(out).astype("float32") ** 2).sum(), buffers
+
+        gradients, buffers = jax.jit(jax.grad(loss, has_aux=True))(params, buffers, arrays(x))
+        trained = jax.tree.map(lambda p, g: p - 0.125 * g, params, gradients)
+        # The lines of the page.
+        state = {name: torch.from_dlpack(array) for name, array in (trained | buffers).items()}
+        missing, unknown = net.load_state_dict(state, strict=False)
+        assert unknown == []
+        assert missing == (["head.weight"] if name == "tied" else [])
+        expected, _ = fn(trained, buffers, arrays(x))
+        assert_close(_first(net(x)).float(), _first(expected).astype("float32"), rtol=2e-2)
+        for key, parameter in net.named_parameters():
+            assert parameter.dtype == dtype
+            assert_close(parameter.float(), trained[key].astype("float32"), rtol=0)
+            with torch.no_grad():
+                parameter.zero_()
+            assert bool((trained[key] != 0).any())  # they share no memory
+
+
 def test_buffers_may_be_given_among_the_parameters():
     net = nn.BatchNorm1d(3).eval()
     params, fn = to_jax(net)

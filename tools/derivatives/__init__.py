@@ -1,0 +1,1 @@
+"""Derivatives to the second and third order at special points: in JAX, and in torch itself."""
