@@ -33,8 +33,13 @@ INDUCTOR = {
 }
 
 
-def compiled(traced: Traced, backend: Any) -> Callable[[list[Any]], list[Any]]:
-    """What runs a graph: from a list of tensors and sizes, which it empties, to its results."""
+def compiled(
+    traced: Traced, backend: Any, is_plain: bool = False
+) -> Callable[[list[Any]], list[Any]]:
+    """What runs a graph: from a list of tensors and sizes, which it empties, to its results.
+
+    A plain graph writes to no input and returns none, and so needs no alias of an input.
+    """
     module, examples = traced.module(), traced.examples()
     _note_stages(module.graph)
     notice = noticed("functx.jit: compiling", module.graph)
@@ -46,6 +51,13 @@ def compiled(traced: Traced, backend: Any) -> Callable[[list[Any]], list[Any]]:
             boxed = _boxed(known(module, examples))
 
     def call(args: list[Any]) -> list[Any]:
+        if is_plain and not _torch.dispatch_depth():
+            grad = torch.is_grad_enabled()
+            _torch.set_grad_enabled(False)
+            try:
+                return [*boxed(args)]
+            finally:
+                _torch.set_grad_enabled(grad)
         modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
         if backend == "inductor" and any(isinstance(mode, LiveStorages) for mode in modes):
             raise TypeError(
@@ -74,7 +86,12 @@ def noticed(what: str, graph: fx.Graph) -> Iterator[None]:
 
 
 def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-    return lambda args: run(*[args.pop(0) for _ in range(len(args))])
+    def boxed(args: list[Any]) -> Any:
+        given = args[:]
+        args.clear()
+        return run(*given)
+
+    return boxed
 
 
 def _note_stages(graph: fx.Graph) -> None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import functools
 from collections.abc import Callable, Sequence
-from types import MethodType
+from dataclasses import dataclass
+from types import MethodType, ModuleType
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._compile.operation import Code, call
-from functx._compile.state import Cache, State, leaving_nothing
+from functx._compile.effects import Before, Changed, settings_kept, watched
+from functx._compile.entries import Entries, Entry, Known, Programs, state_key
+from functx._compile.intact import placed_below
+from functx._compile.met import Exchange, Met
+from functx._compile.operation import IN_EAGER, Call, is_mapped, run
+from functx._compile.program import MAKING, Inputs, Outcome, Program
+from functx._compile.running import Ran, noted
+from functx._compile.search import PLAIN, Search
+from functx._compile.surroundings import alike, around, base_of, described, surroundings
 from functx._core import (
     TracingError,
     attributes,
-    contents,
     describe,
     is_of,
     name_of,
@@ -25,10 +34,11 @@ from functx._core import (
     tree,
     uncompiled,
 )
-from functx._remat import Settings, called, sharding
-from functx._torch import graphs
+from functx._remat import called, is_tracked, sharding, unseen
+from functx._torch import dual_level, graphs
 
 _WAY_OUT = "Give a tensor in its place, or keep it (a counter, say) out of the function's reach"
+_NOTHING = contextlib.nullcontext()
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -101,53 +111,234 @@ class Jitted:
     def __init__(self, function: Any, backend: Any, dynamic: bool) -> None:
         functools.update_wrapper(self, function, updated=())
         self.function, self.backend, self.dynamic = function, backend, dynamic
-        self._codes = Cache()
+        self._programs = Programs()
+        self._entries = Entries()
+        self._in_eager: Any = None  # why, where it always runs so
+        self._needs_numbers = False  # for sizes, though dynamic
+        self._filled = False  # a trace has filled something, which the next one may find
 
     @uncompiled  # by torch.compile around it
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _torch.tracing():  # a part of that graph
+        if _torch.tracing() or self._in_eager is not None:  # a part of that graph
+            return self.function(*args, **kwargs)
+        if (cause := around()) is not None:
+            self._tell(f"it runs in eager, inside of {cause}")
+            return self.function(*args, **kwargs)
+        if (_torch.peek_interpreter() is not None or dual_level() >= 0) and is_mapped():
+            tell("a jitted function", IN_EAGER)
             return self.function(*args, **kwargs)
         tensors, how = tree.partition((args, kwargs))
         spec, others = how
-        statics = tuple(other[0] if other else None for other in others)
-        state, settings = State((self.function, *statics)), Settings()
-        # The state has the items of containers, so their __hash__ and __eq__ are not called.
-        hashed = (o if o is None or contents(o[0]) is None else () for o in others)
-        key = (
-            *(spec, tuple(hashed), tuple(map(type, statics)), tuple(state.key)),
-            *(torch.is_grad_enabled(), torch.get_default_dtype(), settings.device),
-            *(repr(settings.flags), repr(settings.casts)),
+        # (What functx asks of tensors here is not for a region around.)
+        with unseen() if _torch.function_depth() else _NOTHING:
+            settings = surroundings()
+            for entry in self._entries:
+                state = entry.state(settings, spec, others, tensors)
+                if state is not None:
+                    break
+            else:
+                entry, state = self._searched(tensors, how, settings)
+        if entry is None:
+            return self.function(*args, **kwargs)
+        if entry is not self._entries[0]:
+            self._entries.drop(entry)
+            self._entries.insert(0, entry)
+        return self._run(entry, how, tensors, state)
+
+    def _run(self, entry: Entry, how: Any, tensors: Any, state: Any) -> Any:
+        program, inputs = entry.program, [*tensors, *state]
+        for i in entry.lazy:
+            inputs[i] = inputs[i].resolve_conj().resolve_neg()
+        call = self._call(how, program, state) if program.differentiated or entry.depth else None
+        results, rest = run(program, call, inputs), program.rest
+        if program.returns_arguments:
+            given = [o[0].of(how[1]) if o and type(o[0]) is Argument else o for o in rest[1]]
+            rest = rest[0], given
+        return tree.combine(results, rest)
+
+    def _tell(self, what: str) -> None:
+        tell(f"functx.jit: {name_of(self.function)}", what)
+
+    def _call(self, how: Any, program: Program, state: Sequence[Tensor]) -> Call:
+        dynamic = self.dynamic and not self._needs_numbers
+        flat = functools.partial(self._flat, how, state, (), _statics(how[1]), None)
+        call = Call(flat, self.backend, dynamic, state)
+        call.real = {program.n + k: t for k, t in enumerate(state) if t.requires_grad}
+        call.check = functools.partial(self._check, how, program)
+        return call
+
+    def _searched(self, tensors: Any, how: Any, settings: Any) -> tuple[Any, Any]:
+        """An entry for a call for which none holds, and the state; ``None`` to run in eager."""
+        key = self._key(tensors, how, settings)
+        roots = (self.function, *_statics(how[1]))
+        with MAKING:  # torch traces in one thread at a time, and another one may have traced this
+            try:
+                program, found = self._known(key, roots, tensors) or self._made(
+                    key, roots, tensors, how
+                )
+            except Changed as changed:
+                self._runs_in_eager(changed.change)
+                return None, None
+            entry = Entry(program, found, tensors, how, settings, self._entries.drop)
+            self._entries.put(entry)
+        return entry, found.tensors
+
+    def _runs_in_eager(self, change: Any) -> None:
+        """A trace has changed a value of the program's: eager does that at each call (J4)."""
+        if change.fills and not self._filled:
+            self._filled = True  # by this call, in eager; perhaps the next one finds it
+            return
+        self._in_eager = change.said
+        self._tell(
+            f"it runs in eager, as it changes {change.said}, which a graph can't do at each call. "
+            f"{_WAY_OUT}"
         )
+
+    # -- by value
+
+    def _key(self, tensors: Any, how: Any, settings: Any) -> Any:
+        """What a call is, apart from the state: arguments and surroundings."""
+        spec, others = how
+        sized = not (self.dynamic and not self._needs_numbers)
+        hashed = tuple(None if o is None else _by_value(o[0]) for o in others)
+        kinds = tuple([(*described(base_of(t), sized), is_tracked(t)) for t in tensors])
+        key = (spec, hashed, kinds, alike(tensors), repr(settings))
         try:
-            code = self._codes.get(key)
-        except Exception as error:  # __hash__ and __eq__ may raise any error
+            hash(key)
+        except Exception as error:  # __hash__ may raise any error
             raise TypeError(
                 f"functx.jit: an argument can't be hashed ({error}): give tensors, numbers, tuples"
             ) from error
-        if code is None:
+        return key
 
-            def flat(tensors: Sequence[Tensor], _: Any) -> tuple[list[Tensor], Any]:
-                args, kwargs = tree.combine(tensors, how)
-                name = f"functx.jit: {name_of(self.function)}"
-                # A run in eager (inside of vmap or jvp) can have sharded modules, a trace can't.
-                forbids = TracingError if _torch.tracing() else None
-                watch = sharding.watching(name, forbids)
-                with watch, leaving_nothing((self.function, *statics), freeze=True):
-                    out = called(self.function, args, kwargs, name, TracingError)
-                results, rest = tree.partition(out)
-                if rest is not None:  # (with sizes among it, which this graph is for then)
-                    rest = rest[0], [o and (graphs.number(o[0]),) for o in rest[1]]
-                return results, rest
+    def _known(self, key: Any, roots: Any, tensors: Any) -> Any:
+        """A program that is known, and the search that has found its state."""
+        searches: dict[Any, Search] = {}
+        for known in reversed(self._programs.get(key, ())):
+            program = known.program
+            ran = known.ran
+            if ran not in searches:
+                searches[ran] = Search(roots, ran)
+            found = searches[ran]
+            if (
+                known.key == state_key(found, tensors)
+                and known.returns(found)
+                and program.fits(tensors, found.tensors)
+            ):
+                return program, found
+        return None
 
-            code = self._codes[key] = Code(flat, self.backend, self.dynamic, state.known)
-            if len(self._codes) == 8:  # perhaps a mistake
-                *_, one, other = ((*key[1], *key[3], *key) for key in self._codes)
-                pairs = [(a, b) for a, b in zip(one, other) if not _is_same(a, b)]
-                changed = [f"{describe(a)}, then {describe(b)}" for a, b in pairs]
-                why = f"the eighth trace, as what is no tensor changes: {changed[0]}. {_WAY_OUT}"
-                tell(f"functx.jit: {name_of(self.function)}", why)
-        results = call(code, tensors, state.tensors)
-        return tree.combine(results, code.last.rest)
+    def _made(self, key: Any, roots: Any, tensors: Any, how: Any) -> Any:
+        """A new program: with sizes as symbols, as long as that works."""
+        dynamic = self.dynamic and not self._needs_numbers
+        try:
+            return self._traced(key, roots, tensors, how, dynamic)
+        except Exception as error:
+            if isinstance(error, (TracingError, Changed)) or not dynamic:
+                raise
+            found = self._traced(key, roots, tensors, how, False)  # or the function's own error
+            self._needs_numbers = True
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            tell(
+                "functx.jit(dynamic=True)",
+                "one graph for all sizes is not to be had here, each has its own: torch, or the "
+                f"function, needs numbers ({why})",
+            )
+            return found
+
+    def _traced(self, key: Any, roots: Any, tensors: Any, how: Any, dynamic: bool) -> Any:
+        before = Before(Search(roots))
+        captured = before.found.tensors
+        codes: set[Any] = set()
+        generators = [*before.found.generators, *_statics(how[1])]
+        flat = functools.partial(self._flat, how, captured, tensors, generators, codes)
+        numbers = {id(t): k for k, t in enumerate(captured)}
+        n = len(tensors)
+        inputs = Inputs(
+            [_plain(base_of(t)) for t in tensors],
+            [is_tracked(t) for t in tensors],
+            [t.is_leaf for t in tensors],
+            alike(tensors),
+            captured,
+            [_plain(base_of(t)) for t in captured],
+            [numbers.get(id(t), -1) for t in tensors],
+            {n + k: t for k, t in enumerate(captured) if t.requires_grad},
+        )
+        with watched(before, repeats=dynamic):
+            program = Program(flat, inputs, self.backend, dynamic, torch.is_grad_enabled())
+        ran = Ran(codes)
+        found = Search(roots, ran)
+        slots = {id(t): i for i, t in enumerate(found.tensors)}
+        used = program.captured()
+        if any(id(captured[k]) not in slots for k in used):
+            ran, found = None, before.found  # met in a way that names do not tell
+            slots = numbers
+        program.renumber({k: slots[id(captured[k])] for k in used})
+        returned = _returned(program, how, before.found, name_of(self.function))
+        known = Known(program, ran, state_key(found, tensors), found.known, returned)
+        self._programs.setdefault(key, []).append(known)
+        self._warn_of_traces(key)
+        return program, found
+
+    def _warn_of_traces(self, last: Any) -> None:
+        every = [(key, known) for key, programs in self._programs.items() for known in programs]
+        if len(every) != 8:  # perhaps a mistake
+            return
+        every.sort(key=lambda one: one[0] == last)  # those of the last key last
+        (key, one), (other_key, other) = every[-2:]
+        pairs = zip((*key[2], *key, *one.key[0]), (*other_key[2], *other_key, *other.key[0]))
+        changed = [f"{describe(a)}, then {describe(b)}" for a, b in pairs if not _is_same(a, b)]
+        what = changed[0] if changed else "what code runs"
+        self._tell(f"the eighth trace, as what is no tensor changes: {what}. {_WAY_OUT}")
+
+    def _check(self, how: Any, program: Program) -> None:
+        """Refuse to run the function once more, for a derivative, if its state has changed."""
+        roots = (self.function, *_statics(how[1]))
+        known = next(
+            k for programs in self._programs.values() for k in programs if k.program is program
+        )
+        if Search(roots, known.ran).key != known.key[0]:
+            raise TracingError(
+                "functx.jit: a pullback is differentiated, and computes the function again, but a "
+                "value that the function reads has changed since (a flag or a number of an object, "
+                "say). Differentiate before that, or put functx.jit around the whole derivative."
+            )
+
+    # -- in a trace
+
+    def _flat(
+        self,
+        how: Any,
+        captured: Sequence[Tensor],
+        arguments: Sequence[Tensor],
+        generators: Sequence[Any],
+        codes: set[Any] | None,
+        given: Sequence[Tensor],
+        standin: Any,
+    ) -> Outcome:
+        """Run the function on the tensors of a trace; in eager for a pullback in vmap or jvp."""
+        args, kwargs = tree.combine(given, how)
+        name = f"functx.jit: {name_of(self.function)}"
+        if not _torch.tracing():
+            met: Any = Exchange(captured, standin, given)
+            with placed_below(met), graphs.exchanging(met.standin):
+                return Outcome(tree.partition(self.function(*args, **kwargs))[0], met=met)
+        met = Met(captured, standin, given, arguments, generators)
+        noting = contextlib.nullcontext() if codes is None else noted(codes)
+        with (
+            sharding.watching(name, TracingError),
+            placed_below(met),
+            graphs.exchanging(met.standin),
+            settings_kept(),
+            noting,
+        ):
+            out = called(self.function, args, kwargs, name, TracingError)
+        results, rest = tree.partition(out)
+        if rest is not None:  # (with sizes among it, which this graph is for then)
+            rest = rest[0], [o and (graphs.number(o[0]),) for o in rest[1]]
+        return Outcome(results, rest, met)
+
+    # -- what else a function is
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
@@ -160,6 +351,70 @@ class Jitted:
 
     def __reduce__(self) -> Any:
         return Jitted, (self.function, self.backend, self.dynamic)  # a copy has no graphs
+
+
+@dataclass(frozen=True)
+class Argument:
+    """In place of a result: an argument that is no tensor, returned as it is."""
+
+    index: int
+
+    def of(self, others: Any) -> Any:
+        """The one of a call."""
+        return others[self.index]
+
+
+def _returned(program: Program, how: Any, found: Search, name: str) -> list[Any]:
+    """The objects in reach that a function returns; arguments are noted by their places.
+
+    Raises:
+        TracingError: It returns an object that it has made.
+    """
+    program.returns_arguments = False
+    if program.rest is None:
+        return []
+    others = program.rest[1]
+    arguments = {id(o[0]): i for i, o in enumerate(how[1]) if o is not None}
+    held, returned = {*map(id, found.held)}, []
+    for i, other in enumerate(others):
+        if other is None or type(x := other[0]) in PLAIN:
+            continue
+        if id(x) in arguments:
+            others[i], program.returns_arguments = (Argument(arguments[id(x)]),), True
+        elif id(x) in held or isinstance(x, (type, enum.Enum, ModuleType)):
+            returned.append(x)
+        elif not _is_constant(x):
+            raise TracingError(
+                f"functx.jit: {name} returns an object that is no pytree, {describe(x)}: a graph "
+                "can't make one at each call. Return tensors, tuples, lists and dicts, or register "
+                "its class (torch.utils._pytree.register_dataclass, register_pytree_node)."
+            )
+    return returned
+
+
+def _is_constant(x: Any) -> bool:
+    """Whether an object never changes, so that each call may return the same one."""
+    if type(x) is frozenset:
+        return all(type(v) in PLAIN for v in x)
+    is_number = type(x).__module__ == "numpy" and type(x).__name__ != "ndarray"
+    return is_number or type(x).__name__ in ("PyTreeSpec", "TreeSpec") or type(x) is slice
+
+
+def _statics(others: Any) -> tuple[Any, ...]:
+    """The arguments that are no tensors."""
+    return tuple(other[0] for other in others if other is not None)
+
+
+def _by_value(x: Any) -> Any:
+    """A plain value; of objects the search says what is in them."""
+    if type(x) not in PLAIN:
+        return type(x).__qualname__
+    return type(x), repr(x) if type(x) in (float, complex) else x
+
+
+def _plain(t: Tensor) -> Tensor:
+    """A tensor without pending conjugation or negation."""
+    return t.resolve_conj().resolve_neg()
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from functx import _torch
-from functx._compile.state import refuse_traced
+from functx._compile.effects import refuse_kept
 from functx._core import TracingError, line_now, tree
 from functx._remat import operator_of, unseen
 from functx._torch import compiler, graphs
@@ -57,6 +58,12 @@ class Traced:
         inputs = self.graph.find_nodes(op="placeholder")
         return [i for i, node in enumerate(inputs) if node in written]
 
+    def root_of(self, node: fx.Node) -> fx.Node:
+        """The node whose memory a node gives a view of."""
+        while (base := base_of(node)) is not None:
+            node = base
+        return node
+
     def examples(self) -> list[Any]:
         """Fake inputs."""
         return [n.meta["val"] for n in self.graph.nodes if n.op == "placeholder"]
@@ -80,7 +87,12 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
         cotangents.append(graphs.last_node())
         return cotangent
 
-    with unseen(), _torch.without_dispatch_modes(), compiler.compiling():
+    with (
+        unseen(),
+        without_saved_tensor_hooks(),
+        _torch.without_dispatch_modes(),
+        compiler.compiling(),
+    ):
         try:
             given = [t.detach() for t in args]
             module = graphs.make(traced, *given, dynamic=dynamic)
@@ -95,10 +107,24 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
     for node in cotangents:
         node.args = ([],)
     constants = _lift(module)
-    refuse_traced(constants)
+    refuse_kept(constants)
     _clean(module.graph)
     module.graph.eliminate_dead_code(lambda node: node in cotangents or graphs.acts(node))
     return Traced(module, module.graph, constants, cotangents)
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Without the hooks around a call: these are for what the compiled call saves (J5)."""
+    found = []
+    while (hooks := _torch.top_saved_tensor_hooks(True)) is not None:
+        found.append(hooks)
+        _torch.pop_saved_tensor_hooks()
+    try:
+        yield
+    finally:
+        for hooks in reversed(found):
+            _torch.push_saved_tensor_hooks(*hooks)
 
 
 def _lift(module: fx.GraphModule) -> list[Tensor]:

@@ -26,6 +26,7 @@ from functx._remat.calls import CAPTURE, DATA, INSIDE, Call, is_simple
 from functx._remat.ledger import Record, leave_out
 from functx._remat.listener import Listener
 from functx._remat.region import Inputs
+from functx._torch.graphs import standin_of
 
 # Change requires_grad of a tensor, to this unless they are told; or (`None`) its data.
 _CHANGES: dict[Any, bool | None] = {Tensor.requires_grad_: True, Tensor.detach_: False}
@@ -184,7 +185,7 @@ class Captures(Listener):
 
     def capture(self, t: Tensor) -> int:
         """A foreign tensor becomes an input; returns its number."""
-        value = levels.alive(t)
+        value = standin_of(levels.alive(t))
         self.held.append(t)
         if self.outer is not None:
             (value,) = self.outer.take(CAPTURE, [value])

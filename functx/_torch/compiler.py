@@ -19,6 +19,18 @@ from functx import _torch
 _eval_frame = torch._C._dynamo.eval_frame
 _profiler: Any = torch._C._profiler
 F = TypeVar("F", bound=Callable[..., Any])
+# Checks all tensors of a call in one pass of C++: class, dispatch keys (conjugation, inference mode),
+# requires_grad, dtype, device, sizes, strides, and that none is given twice.
+TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
+_of_modules: Any = torch.nn.modules.module
+HOOKS_OF_ALL_MODULES: list[Any] = [  # dicts, which the functions that register hooks fill
+    *(_of_modules._global_forward_hooks, _of_modules._global_forward_pre_hooks),
+    *(_of_modules._global_backward_hooks, _of_modules._global_backward_pre_hooks),
+    *(
+        _of_modules._global_parameter_registration_hooks,
+        _of_modules._global_buffer_registration_hooks,
+    ),
+]
 
 
 def never_compiled(f: F, reason: str) -> F:

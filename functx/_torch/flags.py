@@ -40,6 +40,12 @@ FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (_precision, _set_precision),
 ]
 
+# What else kernels are chosen by: a graph is for what these say.
+BACKENDS: list[Callable[[], Any]] = [
+    *(_C._get_mkldnn_enabled, _C._get_cudnn_enabled, _C._get_cudnn_benchmark),
+    *(_C._get_cudnn_deterministic, _C._get_nnpack_enabled, torch.is_anomaly_enabled),
+]
+
 
 def read() -> list[Any]:
     """What each of `FLAGS` is now."""
