@@ -51,9 +51,12 @@ _NOTED_BY_TORCH = {"_flat_weights", "_flat_weight_refs"}  # of recurrent layers,
 class Changed(Exception):
     """A trace has changed a plain value of the program's; all is as it was before."""
 
-    def __init__(self, change: Change) -> None:
-        super().__init__(change.said)
-        self.change = change
+    def __init__(self, change: Change, holder: Any) -> None:
+        super().__init__()
+        self.fills = change.fills
+        owner = holder.__name__ if isinstance(holder, type) else _owner_name(holder)
+        key = change.key if isinstance(change.key, str) else f"[{change.key!r:.40}]"
+        self.said = f"{key} of {owner} ({describe(change.old)}, then {describe(change.new)})"
 
 
 @dataclass
@@ -65,13 +68,6 @@ class Change:
     old: Any
     new: Any
     undo: Callable[[], None]
-
-    @property
-    def said(self) -> str:
-        """The value, for messages."""
-        owner = self.owner.__name__ if isinstance(self.owner, type) else _owner_name(self.owner)
-        key = self.key if isinstance(self.key, str) else f"[{self.key!r:.40}]"
-        return f"{key} of {owner} ({describe(self.old)}, then {describe(self.new)})"
 
     @property
     def fills(self) -> bool:
@@ -241,7 +237,7 @@ def watched(before: Before, repeats: bool = False) -> Iterator[None]:
     for change in changes:
         refuse_kept(Search([change.new]).tensors, holder_of(change.owner, found))
     if changes:
-        raise Changed(changes[0])
+        raise Changed(changes[0], holder_of(changes[0].owner, found))
 
 
 def sets_gradients() -> TracingError:
@@ -346,18 +342,27 @@ def nothing_drawn(found: Search) -> Iterator[None]:
         pythons.append((numpy.random.get_state, numpy.random.set_state))
     before = [get() for get, _ in pythons]
 
-    def check() -> None:
+    def are_seeded() -> bool:
         with _torch.without_dispatch_modes(), _torch.cleared_interpreter_stack():
-            same = all(torch.equal(g.get_state(), state) for g, state in zip(generators, own))
-        if not same:
+            return not all(torch.equal(g.get_state(), state) for g, state in zip(generators, own))
+
+    def check() -> None:
+        if are_seeded():
             raise refused("seeds a generator, or sets its state", "Do it outside.")
 
     try:
         with graphs.asked_at_draws(check):
             yield
-        check()
+        if are_seeded():
+            raise TracingError(
+                "functx.jit: the function seeds a generator, or sets its state, which a graph "
+                "can't. Do it outside."
+            )
         if any(repr(get()) != repr(state) for (get, _), state in zip(pythons, before)):
-            raise refused("draws from Python's or NumPy's random", "Draw outside, or with torch.")
+            raise TracingError(
+                "functx.jit: the function draws from Python's or NumPy's random, which a graph "
+                "can't. Draw outside, or with torch."
+            )
     finally:
         for g, state in zip(generators, states):
             g.set_state(state)

@@ -177,7 +177,7 @@ class Jitted:
                     key, roots, tensors, how
                 )
             except Changed as changed:
-                self._runs_in_eager(changed.change)
+                self._runs_in_eager(changed)
                 return None, None
             entry = Entry(program, found, tensors, how, settings, self._entries.drop)
             self._entries.put(entry)
@@ -265,7 +265,8 @@ class Jitted:
             {n + k: t for k, t in enumerate(captured) if t.requires_grad},
         )
         with watched(before, repeats=dynamic):
-            program = Program(flat, inputs, self.backend, dynamic, torch.is_grad_enabled())
+            program = Program(flat, inputs, dynamic, torch.is_grad_enabled())
+        program.compile(self.backend)
         ran = Ran(codes)
         found = Search(roots, ran)
         slots = {id(t): i for i, t in enumerate(found.tensors)}

@@ -31,7 +31,7 @@ _A: Any = Tensor  # whose attributes are descriptors, and for type checkers what
 # By name, since operators come as methods, functions and overloads.
 _RESHAPES = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}
 _OTHER_CHANGES = {"resize_", "resize_as_", "set_", "detach_", "share_memory_", "as_strided_"}
-_HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _VALUES = {
     *("tolist", "numpy", "data_ptr", "__array__", "__dlpack__", "storage", "untyped_storage"),
     *("__reduce_ex__", "pin_memory"),
@@ -214,6 +214,8 @@ class Met(Exchange):
                 f"registers a hook on {what} ({name}), which would be there once for each trace",
                 "Register it outside, or on a view of the tensor (x.view_as(x)).",
             )
+        elif name == "retain_grad" and not t.is_leaf:
+            raise refused(f"calls retain_grad of {what}", "Call it outside.")
         elif func in _GRAD:
             self._check_gradient(t, number)
         elif func in _LEAFNESS:

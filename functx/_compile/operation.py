@@ -271,7 +271,7 @@ def program_for(known: dict[Any, list[Program]], key: Any, call: Call, given: Te
         if program is None:
             leaves = [t.is_leaf for t in given]
             inputs = Inputs(bases, tracked, leaves, alike(given), real=call.real)
-            program = Program(call.flat, inputs, call.backend, call.dynamic, records)
+            program = Program(call.flat, inputs, call.dynamic, records).compile(call.backend)
             programs.append(program)
     return program
 

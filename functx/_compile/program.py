@@ -28,6 +28,7 @@ from functx._compile.backends import compiled
 from functx._compile.effects import sets_gradients
 from functx._compile.met import Met, twin
 from functx._compile.results import Sharing, span
+from functx._compile.surroundings import base_of
 from functx._compile.tracing import cut, trace
 from functx._core import TracingError
 from functx._remat import is_tracked, tape_of
@@ -153,19 +154,16 @@ class Run:
 
 
 class Program:
-    """The graphs of a function for inputs of some kind.
+    """The graphs of a function for inputs of some kind: traced here, and compiled by `compile`.
 
     Args:
         flat: The function.
         inputs: To trace with.
-        backend: To compile with.
         dynamic: Whether sizes of arguments are symbols.
         records: Whether the call is recorded for a pullback.
     """
 
-    def __init__(
-        self, flat: Flat, inputs: Inputs, backend: Any, dynamic: bool, records: bool
-    ) -> None:
+    def __init__(self, flat: Flat, inputs: Inputs, dynamic: bool, records: bool) -> None:
         self.n, self.dynamic, self.copied = len(inputs.tensors), dynamic, set[int]()
         self.records = records
         tracked, found = list[bool](), list[int]()
@@ -207,20 +205,29 @@ class Program:
         run.met = met = None  # which hold each other, and the arguments
         self._leaves = [*inputs.leaves]
         self._offsets = [t.storage_offset() for t in inputs.tensors] if self.asked_offset else []
-        numbers = {id(t): self.n + k for k, t in enumerate(inputs.values)}
+        numbers = {id(base_of(t)): i for i, t in inputs.real.items()}
+        numbers |= {id(t): self.n + k for k, t in enumerate(inputs.values)}
         self.sources = [numbers.get(id(t), t) for t in traced.constants]
         _refuse_lost([t for t in self.sources if isinstance(t, Tensor)])
         self.pullbacks: dict[Any, list[Program]] = {}
         self.draws, self.written = traced.draws(), traced.written()
+        self._counted = traced.written(hidden=False)  # which count as changed, for saved tensors
         self.differentiated = any(self.tracked)
-        is_plain = not (dynamic or self.written or _gives_inputs(traced))
-        if self.differentiated:
-            second, self.reads, self.n_sizes = cut(traced, len(tracked))
-            self._backward = compiled(second, backend)
-        self._forward = compiled(traced, backend, is_plain)
+        is_plain = not (dynamic or self.written or self.reshaped or _gives_inputs(traced))
+        self._traced, self._is_plain = traced, is_plain
         self.holds_for: Callable[[Tensors], bool] = lambda tensors: True
-        if dynamic:
+
+    def compile(self, backend: Any) -> Program:
+        """Compile the graphs; returns the program."""
+        traced = self._traced
+        if self.differentiated:
+            second, self.reads, self.n_sizes = cut(traced, len(self.tracked))
+            self._backward = compiled(second, backend)
+        self._forward = compiled(traced, backend, self._is_plain)
+        if self.dynamic:
             self.holds_for = graphs.holds_for(traced.examples()[: self.n])
+        del self._traced
+        return self
 
     def captured(self) -> set[int]:
         """The captured tensors that a call reads, writes, or gives a gradient."""
@@ -277,7 +284,7 @@ class Program:
         copied = {id(inputs[i]) for i in self.copied_back}
         written = [*self.written, *(i for i, t in enumerate(given) if id(t) in copied)]
         _check_apart(given, written)
-        versions = [(given[i], given[i]._version) for i in self.written]
+        versions = [(given[i], given[i]._version) for i in self._counted]
         outputs = self._forward(given)
         for t, version in versions:
             if t._version == version and not t.is_inference():

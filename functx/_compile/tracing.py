@@ -48,13 +48,14 @@ class Traced:
         known = [(operator_of(n.target), n.args) for n in calls]
         return any(op.draws and not op.draws_nothing(args) for op, args in known)
 
-    def written(self) -> list[int]:
-        """The inputs whose memory is written, by number."""
+    def written(self, hidden: bool = True) -> list[int]:
+        """The inputs whose memory is written, by number; as far as schemas say, if not hidden."""
         memory, written = dict[fx.Node, fx.Node](), set[fx.Node]()
         for node in self.graph.nodes:
             base = base_of(node)
             memory[node] = node if base is None else memory[base]
-            written |= {memory[x] for x in written_by(node)}
+            if hidden or node.target not in _torch.HIDDEN_WRITES:
+                written |= {memory[x] for x in written_by(node)}
         inputs = self.graph.find_nodes(op="placeholder")
         return [i for i, node in enumerate(inputs) if node in written]
 
