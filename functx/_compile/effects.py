@@ -12,6 +12,9 @@ What this does not do: what the search does not reach is neither compared nor pu
 from __future__ import annotations
 
 import collections
+import functools
+import itertools
+import operator
 import random
 import sys
 import types
@@ -71,8 +74,8 @@ class Change:
 
     @property
     def fills(self) -> bool:
-        """Whether there was nothing before: a first call may fill it, and later ones may not."""
-        return self.old is MISSING or (self.old is None and isinstance(self.key, str))
+        """Whether a first call may do this and later ones may not: fill something, set a flag."""
+        return self.old is MISSING or (self.old is None or type(self.old) is bool)
 
 
 class Before:
@@ -112,11 +115,27 @@ class Before:
                 undo = _setter(space, name, MISSING)
                 yield Change(space, name, MISSING, space[name], undo)
 
+    def iterators(self) -> list[Any]:
+        """How far the iterators in reach have come, those that tell."""
+        return [_position(x) for x in self.found.held if isinstance(x, _ITERATORS)]
+
     def clear_caches(self) -> None:
         """Empty the `functools.cache` of functions that ran: they hold tensors of the trace."""
         for cache, misses in self._caches:
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
+
+
+_ITERATORS = (
+    *(types.GeneratorType, itertools.count, type(iter([])), type(iter(())), type(iter(range(0)))),
+    *(type(iter({})), type(iter({}.values())), type(iter({}.items())), type(iter(""))),
+)
+
+
+def _position(x: Any) -> Any:
+    if isinstance(x, types.GeneratorType):
+        return None if x.gi_frame is None else x.gi_frame.f_lasti
+    return repr(x) if isinstance(x, itertools.count) else operator.length_hint(x)
 
 
 def _changes_in(box: Any, before: Any, owner: Any) -> Iterator[Change]:
@@ -212,6 +231,7 @@ def watched(before: Before, repeats: bool = False) -> Iterator[None]:
             "functx.jit: a lazy module has no parameters yet: call it once in eager before."
         )
     gradients = [(t, t.grad) for t in found.tensors if t.is_leaf]
+    iterators = before.iterators()
     hook = register_optimizer_step_pre_hook(_refuse_step)
     try:
         with nothing_drawn(found), in_words():
@@ -232,6 +252,11 @@ def watched(before: Before, repeats: bool = False) -> Iterator[None]:
             t.grad = gradient
     changes = [change for change in before.changes() if _is_counted(change)]
     _put_back(before, everything=True)
+    if before.iterators() != iterators:
+        raise TracingError(
+            "functx.jit: the function takes items of an iterator that was there before, which a "
+            "graph can't do at each call. Take them outside, and pass them as arguments."
+        )
     if changed:
         raise sets_gradients()
     for change in changes:
@@ -252,14 +277,14 @@ def sets_gradients() -> TracingError:
 @contextmanager
 def settings_kept() -> Iterator[None]:
     """Around a function in a trace: refuse that it leaves grad mode or a flag of torch changed."""
-    settings = surroundings()
+    settings, values = surroundings(), flags.read()
     try:
         yield
     finally:
         left = surroundings() != settings
         if left:
             torch.set_grad_enabled(settings[0])
-            for (_, write), value in zip(flags.FLAGS, settings[-1]):
+            for (_, write), value in zip(flags.FLAGS, values):
                 write(value)
     if left:
         raise TracingError(
@@ -340,6 +365,10 @@ def nothing_drawn(found: Search) -> Iterator[None]:
     pythons = [(random.getstate, random.setstate), *((x.getstate, x.setstate) for x in others)]
     if (numpy := sys.modules.get("numpy")) is not None:
         pythons.append((numpy.random.get_state, numpy.random.set_state))
+    for x in found.held:  # generators of NumPy's
+        if type(x).__module__.startswith("numpy.random") and hasattr(x, "bit_generator"):
+            get = functools.partial(getattr, x.bit_generator, "state")
+            pythons.append((get, functools.partial(setattr, x.bit_generator, "state")))
     before = [get() for get, _ in pythons]
 
     def are_seeded() -> bool:
@@ -349,6 +378,10 @@ def nothing_drawn(found: Search) -> Iterator[None]:
     def check() -> None:
         if are_seeded():
             raise refused("seeds a generator, or sets its state", "Do it outside.")
+        with _torch.without_dispatch_modes(), _torch.cleared_interpreter_stack():
+            for i, g in enumerate(generators):  # so that setting an earlier state is seen
+                torch.empty(1).uniform_(generator=g)
+                own[i] = g.get_state()
 
     try:
         with graphs.asked_at_draws(check):

@@ -95,6 +95,7 @@ class Entry:
                 forget(entry)
 
         self._others = [None if o is None else _same_as(o[0], dead) for o in others]
+        self._has_others = any(self._others)
         weakly = {id(o[0]) for o in others if o is not None}
         self._guards = Guards(found, weakly)
         every = [*tensors, *found.tensors]
@@ -124,20 +125,28 @@ class Entry:
                 dynamic_dims_sizes=sizes,
                 dynamic_dims_strides=strides,
             )
-        self.lazy = [i for i, t in enumerate(every) if t.is_conj() or t.is_neg()]
+        # With pending conjugation or negation, or a wrapper of a level that has ended:
+        self.lazy = [
+            i
+            for i, t in enumerate(every)
+            if t.is_conj() or t.is_neg() or _torch.unwrap_if_dead(t) is not t
+        ]
         self._asks = program.asked_leafness or program.asked_offset or program.dynamic
-        self._asks = self._asks or bool(program.asked_gradients)
+        self._asks = self._asks or bool(program.asked_gradients or program.asked_leaves)
 
     def state(self, settings: Any, spec: Any, others: Any, tensors: Any) -> Any:
         """The tensors of the state, if this holds for a call; else ``None``."""
-        if settings != self._settings or len(tensors) != self._n or spec != self._spec:
+        if settings != self._settings or len(tensors) != self._n:
             return None
-        for other, is_same in zip(others, self._others):
-            if other is None or is_same is None:
-                if other is not is_same:
+        if spec is not self._spec and spec != self._spec:
+            return None
+        if self._has_others or len(others) != self._n:
+            for other, is_same in zip(others, self._others):
+                if other is None or is_same is None:
+                    if other is not is_same:
+                        return None
+                elif not is_same(other[0]):
                     return None
-            elif not is_same(other[0]):
-                return None
         state = self._guards.read()
         if state is None or self.depth != _torch.functorch_depth():
             return None
@@ -150,6 +159,10 @@ class Entry:
         if self._asks and not self.program.fits(tensors, state):
             return None
         return state
+
+    def is_intact(self) -> bool:
+        """Whether all that is guarded is still the same."""
+        return self._guards.read() is not None
 
     def _hold_for(self, every: Sequence[Tensor]) -> bool:
         if alike(every) != (self._alike or (*range(len(every)),)):

@@ -7,6 +7,7 @@ of tensors are never called, and 1, 1.0 and True stay apart.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Container, Sequence
 from typing import Any
@@ -24,17 +25,24 @@ class Guards:
 
     def __init__(self, found: Search, weakly: Container[int] = ()) -> None:
         """``weakly`` are the ids of objects that the caller compares, and which may die."""
-        self._falsy = _columns(found.falsy, 2)
-        self._empty = tuple(found.empty)
-        self._lengths = _columns(found.lengths, 2)
-        self._orders = _columns(found.orders, 2)
-        self._items = _columns(found.items, 3)
-        self._kinds = _columns([k for k in found.kinds if id(k[0]) not in weakly], 2)
-        self._cells = _columns([r[1:] for r in found.reads if r[0] is CELL], 2)
-        self._codes = _columns([r[1:] for r in found.reads if r[0] is CODE], 2)
-        self._reads = _columns([r for r in found.reads if r[0] not in (CELL, CODE)], 3)
-        self._absent = _columns(found.absent, 2)
-        self._values = tuple(found.values)
+        kinds = [k for k in found.kinds if id(k[0]) not in weakly]
+        cells = [r[1:] for r in found.reads if r[0] is CELL]
+        codes = [r[1:] for r in found.reads if r[0] is CODE]
+        reads = [r for r in found.reads if r[0] not in (CELL, CODE)]
+        checks = [
+            (_are_falsy, _columns(found.falsy)),
+            (_are_empty, (tuple(found.empty),) if found.empty else ()),
+            (_have_lengths, _columns(found.lengths)),
+            (_hold, _columns(found.items)),
+            (functools.partial(_give, type), _columns(kinds)),
+            (functools.partial(_give, CELL), _columns(cells)),
+            (functools.partial(_give, CODE), _columns(codes)),
+            (_have_keys, _columns(found.orders)),
+            (_read, _columns(reads)),
+            (_are_absent, _columns(found.absent)),
+            (_are_equal, _columns(found.values)),
+        ]
+        self._checks = [(check, columns) for check, columns in checks if columns]
         self._slots(found)
 
     def _slots(self, found: Search) -> None:
@@ -42,7 +50,8 @@ class Guards:
         firsts = [(slots[0], number) for number, slots in enumerate(found.slots)]
         items = [(place, n) for place, n in firsts if place[0] is ITEM]
         reads = [(place, n) for place, n in firsts if place[0] is not ITEM]
-        self._in_items = _columns([place[1:] for place, _ in items], 2)
+        self._has_tensors = bool(firsts)
+        self._in_items = _columns([place[1:] for place, _ in items]) or ((), ())
         self._in_reads = tuple(
             (_fixed, first) if how is FIXED else (first, second)
             for (how, first, second), _ in reads
@@ -54,7 +63,7 @@ class Guards:
             self._order = operator.itemgetter(*(at[n] for n in range(len(numbers))))
         others = [(place, n) for n, slots in enumerate(found.slots) for place in slots[1:]]
         same = [(first, second, n) for (how, first, second), n in others if how is ITEM]
-        self._same_items = _columns(same, 3)
+        self._same_items = _columns(same) or ((), (), ())
         self._same_reads = tuple(
             (first, second, n) for (how, first, second), n in others if how not in (ITEM, FIXED)
         )
@@ -62,36 +71,10 @@ class Guards:
     def read(self) -> Sequence[Tensor] | None:
         """The tensors of the state, or ``None`` where something is not what it was."""
         try:
-            if any(map(_get, *self._falsy)) or any(self._empty):
-                return None
-            boxes, expected = self._lengths
-            if (*map(len, boxes),) != expected:
-                return None
-            boxes, keys, values = self._items
-            if not all(map(_is, map(_get, boxes, keys), values)):
-                return None
-            objects, kinds = self._kinds
-            if not all(map(_is, map(type, objects), kinds)):
-                return None
-            boxes, values = self._cells
-            if not all(map(_is, map(CELL, boxes), values)):
-                return None
-            functions, codes = self._codes
-            if not all(map(_is, map(CODE, functions), codes)):
-                return None
-            boxes, keys = self._orders
-            if not all(map(operator.eq, map(tuple, boxes), keys)):
-                return None
-            functions, objects, values = self._reads
-            if not all(map(_is, map(_call, functions, objects), values)):
-                return None
-            spaces, names = self._absent
-            if any(map(operator.contains, spaces, names)):
-                return None
-            for function, x, value in self._values:
-                if function(x) != value:
+            for check, columns in self._checks:
+                if not check(*columns):
                     return None
-            return self._tensors()
+            return self._tensors() if self._has_tensors else ()
         except _ERRORS:
             return None
 
@@ -114,6 +97,42 @@ def _fixed(t: Tensor) -> Tensor:
     return t
 
 
-def _columns(rows: Sequence[Any], width: int) -> tuple[Any, ...]:
-    """Rows of one width, as columns."""
-    return tuple(zip(*rows)) if rows else ((),) * width
+def _columns(rows: Sequence[Any]) -> tuple[Any, ...]:
+    """Rows as columns; nothing for no rows."""
+    return tuple(zip(*rows))
+
+
+def _are_falsy(boxes: Any, keys: Any) -> bool:
+    return not any(map(_get, boxes, keys))
+
+
+def _are_empty(boxes: Any) -> bool:
+    return not any(boxes)
+
+
+def _have_lengths(boxes: Any, lengths: Any) -> bool:
+    return (*map(len, boxes),) == lengths
+
+
+def _hold(boxes: Any, keys: Any, values: Any) -> bool:
+    return all(map(_is, map(_get, boxes, keys), values))
+
+
+def _give(function: Any, objects: Any, values: Any) -> bool:
+    return all(map(_is, map(function, objects), values))
+
+
+def _have_keys(boxes: Any, keys: Any) -> bool:
+    return all(map(operator.eq, map(tuple, boxes), keys))
+
+
+def _read(functions: Any, objects: Any, values: Any) -> bool:
+    return all(map(_is, map(_call, functions, objects), values))
+
+
+def _are_absent(spaces: Any, names: Any) -> bool:
+    return not any(map(operator.contains, spaces, names))
+
+
+def _are_equal(functions: Any, objects: Any, values: Any) -> bool:
+    return (*map(_call, functions, objects),) == values

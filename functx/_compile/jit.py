@@ -19,7 +19,7 @@ from functx._compile.entries import Entries, Entry, Known, Programs, state_key
 from functx._compile.intact import placed_below
 from functx._compile.met import Exchange, Met
 from functx._compile.operation import IN_EAGER, Call, is_mapped, run
-from functx._compile.program import MAKING, Inputs, Outcome, Program
+from functx._compile.program import MAKING, Inputs, Outcome, Program, check_class
 from functx._compile.running import Ran, noted
 from functx._compile.search import PLAIN, Search
 from functx._compile.surroundings import alike, around, base_of, described, surroundings
@@ -38,7 +38,6 @@ from functx._remat import called, is_tracked, sharding, unseen
 from functx._torch import dual_level, graphs
 
 _WAY_OUT = "Give a tensor in its place, or keep it (a counter, say) out of the function's reach"
-_NOTHING = contextlib.nullcontext()
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -127,29 +126,38 @@ class Jitted:
         if (_torch.peek_interpreter() is not None or dual_level() >= 0) and is_mapped():
             tell("a jitted function", IN_EAGER)
             return self.function(*args, **kwargs)
-        tensors, how = tree.partition((args, kwargs))
-        spec, others = how
-        # (What functx asks of tensors here is not for a region around.)
-        with unseen() if _torch.function_depth() else _NOTHING:
-            settings = surroundings()
-            for entry in self._entries:
-                state = entry.state(settings, spec, others, tensors)
-                if state is not None:
-                    break
-            else:
-                entry, state = self._searched(tensors, how, settings)
+        if not kwargs and all(map(_is_tensor, map(type, args))):
+            tensors, how = [*args], _how_of_tensors(len(args))
+        else:
+            tensors, how = tree.partition((args, kwargs), is_leaf=_is_size)
+        if _torch.function_depth():
+            with unseen():  # what functx asks of tensors here is not for a region around
+                entry, state = self._found(tensors, how)
+        else:
+            entry, state = self._found(tensors, how)
         if entry is None:
             return self.function(*args, **kwargs)
-        if entry is not self._entries[0]:
-            self._entries.drop(entry)
-            self._entries.insert(0, entry)
         return self._run(entry, how, tensors, state)
+
+    def _found(self, tensors: Any, how: Any) -> tuple[Any, Any]:
+        """An entry that holds for a call, and the state; ``None`` to run in eager."""
+        spec, others = how
+        settings = surroundings()
+        for entry in self._entries:
+            state = entry.state(settings, spec, others, tensors)
+            if state is not None:
+                if entry is not self._entries[0]:
+                    self._entries.drop(entry)
+                    self._entries.insert(0, entry)
+                return entry, state
+        return self._searched(tensors, how, settings)
 
     def _run(self, entry: Entry, how: Any, tensors: Any, state: Any) -> Any:
         program, inputs = entry.program, [*tensors, *state]
-        for i in entry.lazy:
-            inputs[i] = inputs[i].resolve_conj().resolve_neg()
-        call = self._call(how, program, state) if program.differentiated or entry.depth else None
+        if entry.lazy:
+            for i in entry.lazy:
+                inputs[i] = _plain(inputs[i])
+        call = functools.partial(self._call, how, entry, state)
         results, rest = run(program, call, inputs), program.rest
         if program.returns_arguments:
             given = [o[0].of(how[1]) if o and type(o[0]) is Argument else o for o in rest[1]]
@@ -159,12 +167,13 @@ class Jitted:
     def _tell(self, what: str) -> None:
         tell(f"functx.jit: {name_of(self.function)}", what)
 
-    def _call(self, how: Any, program: Program, state: Sequence[Tensor]) -> Call:
+    def _call(self, how: Any, entry: Entry, state: Sequence[Tensor]) -> Call:
+        program = entry.program
         dynamic = self.dynamic and not self._needs_numbers
         flat = functools.partial(self._flat, how, state, (), _statics(how[1]), None)
         call = Call(flat, self.backend, dynamic, state)
         call.real = {program.n + k: t for k, t in enumerate(state) if t.requires_grad}
-        call.check = functools.partial(self._check, how, program)
+        call.check = functools.partial(self._check, how, entry)
         return call
 
     def _searched(self, tensors: Any, how: Any, settings: Any) -> tuple[Any, Any]:
@@ -247,6 +256,8 @@ class Jitted:
             return found
 
     def _traced(self, key: Any, roots: Any, tensors: Any, how: Any, dynamic: bool) -> Any:
+        for t in tensors:
+            check_class(t)
         before = Before(Search(roots))
         captured = before.found.tensors
         codes: set[Any] = set()
@@ -267,6 +278,7 @@ class Jitted:
         with watched(before, repeats=dynamic):
             program = Program(flat, inputs, dynamic, torch.is_grad_enabled())
         program.compile(self.backend)
+        self._filled = False
         ran = Ran(codes)
         found = Search(roots, ran)
         slots = {id(t): i for i, t in enumerate(found.tensors)}
@@ -292,8 +304,11 @@ class Jitted:
         what = changed[0] if changed else "what code runs"
         self._tell(f"the eighth trace, as what is no tensor changes: {what}. {_WAY_OUT}")
 
-    def _check(self, how: Any, program: Program) -> None:
+    def _check(self, how: Any, entry: Entry) -> None:
         """Refuse to run the function once more, for a derivative, if its state has changed."""
+        if entry.is_intact():
+            return
+        program = entry.program
         roots = (self.function, *_statics(how[1]))
         known = next(
             k for programs in self._programs.values() for k in programs if k.program is program
@@ -333,10 +348,11 @@ class Jitted:
             settings_kept(),
             noting,
         ):
+            _mark_parameters(given, arguments)
             out = called(self.function, args, kwargs, name, TracingError)
-        results, rest = tree.partition(out)
+        results, rest = tree.partition(out, is_leaf=_is_size)
         if rest is not None:  # (with sizes among it, which this graph is for then)
-            rest = rest[0], [o and (graphs.number(o[0]),) for o in rest[1]]
+            rest = rest[0], [o and (_as_numbers(o[0]),) for o in rest[1]]
         return Outcome(results, rest, met)
 
     # -- what else a function is
@@ -413,9 +429,34 @@ def _by_value(x: Any) -> Any:
     return type(x), repr(x) if type(x) in (float, complex) else x
 
 
+def _is_size(x: Any) -> bool:
+    return type(x) is torch.Size  # a tuple that is not taken apart
+
+
+def _as_numbers(x: Any) -> Any:
+    """What is returned beside tensors, with numbers for symbolic sizes."""
+    return torch.Size(map(graphs.number, x)) if _is_size(x) else graphs.number(x)
+
+
+def _mark_parameters(given: Sequence[Tensor], arguments: Sequence[Tensor]) -> None:
+    """Let a stand-in for a parameter be one to ``isinstance``."""
+    for t, argument in zip(given, arguments):
+        if isinstance(argument, torch.nn.Parameter) and t is not argument:
+            t._is_param = True  # type: ignore[attr-defined]
+
+
+_is_tensor = frozenset({Tensor, torch.nn.Parameter}).__contains__
+
+
+@functools.cache
+def _how_of_tensors(n: int) -> Any:
+    """What `tree.partition` says of a call with so many tensors, and nothing else."""
+    return tree.partition(((torch.empty(()),) * n, {}))[1]
+
+
 def _plain(t: Tensor) -> Tensor:
-    """A tensor without pending conjugation or negation."""
-    return t.resolve_conj().resolve_neg()
+    """A tensor without pending conjugation or negation, or a wrapper of a level that has ended."""
+    return _torch.alive(t).resolve_conj().resolve_neg()
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -150,6 +150,7 @@ class Met(Exchange):
         self._generators = {id(g) for g in generators}
         self.reshaped: list[tuple[int, Any, Any, Any]] = []  # argument, function, arguments of it
         self.asked_gradients: set[int] = set()  # captured tensors that had none
+        self.asked_leaves: set[int] = set()  # captured tensors
         self.asked_leafness = self.asked_offset = False
 
     def standin(self, t: Tensor) -> Tensor:
@@ -179,6 +180,7 @@ class Met(Exchange):
         if args and isinstance(args[0], Tensor):
             self._check(func, args, kwargs)
             if func in _LEAFNESS and id(args[0]) in self.numbers:
+                self.asked_leaves.add(self.numbers[id(args[0])])
                 return func(*args)  # of the captured tensor itself
             if func in _BITS and self._real and id(args[0]) in self._arguments:
                 return func(self._real[self._arguments[id(args[0])]])

@@ -12,6 +12,7 @@ computes from inputs, and refuses those that have been written since.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,14 +60,18 @@ class Call:
     check: Callable[[], None] = lambda: None  # raises where the state has changed since
 
 
-def run(program: Program, call: Call, inputs: Tensors) -> list[Tensor]:
-    """Run a program, as an operation that can be differentiated."""
+def run(program: Program, call: Callable[[], Call], inputs: Tensors) -> list[Tensor]:
+    """Run a program, as an operation that can be differentiated.
+
+    ``call`` gives what a derivative of the pullback needs.
+    """
     if _torch.dispatch_depth():
         read_outside(inputs)
-    if not program.differentiated and not any(level_of(t) > 0 for t in inputs):
-        return program.finished(program.run(inputs), inputs)
+    is_at_base = _torch.peek_interpreter() is None
+    if not program.differentiated and (is_at_base or not any(level_of(t) > 0 for t in inputs)):
+        return program.finished(program.run(program.given(inputs), inputs), inputs)
     known = _Known(program, call, inputs)
-    if _torch.peek_interpreter() is None and torch.is_grad_enabled():
+    if is_at_base and torch.is_grad_enabled():
         outputs = _AtBase.apply(known, *inputs)
     else:
         with torch.set_grad_enabled(torch.is_grad_enabled() or program.records):
@@ -79,16 +84,16 @@ class _Known:
     """What an operation knows in addition to tensors."""
 
     program: Program
-    call: Call
+    call: Callable[[], Call]
     inputs: Tensors
     sizes: Sequence[int] = ()  # that its backward reads
     versions: Sequence[int] = ()  # of inputs, when it had run
 
 
-def _forward(known: _Known, inputs: Tensors) -> tuple[Tensor, ...]:
+def _forward(known: _Known, given: list[Any], inputs: Tensors) -> tuple[Tensor, ...]:
     """Outputs, and then what the base level saves for the backward."""
     program = known.program
-    outputs = program.run(inputs)
+    outputs = program.run(given, inputs)
     if any(t is None for t in outputs):
         raise TracingError(
             "functx.jit: a kernel that runs without a tape leaves its backward nothing to read "
@@ -102,7 +107,8 @@ def _forward(known: _Known, inputs: Tensors) -> tuple[Tensor, ...]:
     return _apart(outputs)
 
 
-def _set_up(ctx: Any, known: _Known, inputs: Tensors, outputs: Tensors, at_base: bool) -> None:
+def _set_up(ctx: Any, known: _Known, inputs: Tensors, outputs: Tensors, read: Any) -> None:
+    """``read`` is what the backward reads of the inputs, at the base level."""
     program, ctx.known = known.program, known
     n = len(program.tracked)
     results, saved = outputs[:n], outputs[n:]
@@ -113,11 +119,10 @@ def _set_up(ctx: Any, known: _Known, inputs: Tensors, outputs: Tensors, at_base:
         (t.shape, t.dtype, t.device) if tracked else None
         for t, tracked in zip(results, program.tracked)
     ]
-    if at_base:
-        given = program.given(inputs)
-        ctx.save_for_backward(*[given[i] for i in program.reads], *saved)
-        ctx.n_read = len(program.reads)
-        known.versions = [t._version if not t.is_inference() else 0 for t in inputs]
+    if read is not None:
+        ctx.save_for_backward(*read, *saved)
+        ctx.n_read = len(read)
+        known.versions = _versions(inputs)
     else:
         ctx.save_for_backward(*inputs, *saved)
         ctx.n_read = None
@@ -178,10 +183,19 @@ def _filled(cotangent: Any, shape: Any, dtype: Any, device: Any) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device) if cotangent is None else cotangent
 
 
+_version: Any = operator.attrgetter("_version")
+
+
+def _versions(tensors: Tensors) -> list[int]:
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:  # those of inference mode have none
+        return [0 if t.is_inference() else t._version for t in tensors]
+
+
 def _check_versions(known: _Known) -> None:
     written = known.program.written or known.program.copied_back
-    current = [t._version if not t.is_inference() else 0 for t in known.inputs]
-    if written or current != known.versions:
+    if written or _versions(known.inputs) != known.versions:
         raise TracingError(
             "functx.jit: the pullback is differentiated, and computes the function again, but the "
             "function, or code after it, has written to one of its inputs in place. Clone that "
@@ -189,13 +203,16 @@ def _check_versions(known: _Known) -> None:
         )
 
 
-class _AtBase(torch.autograd.Function):
+class _AtBase(_torch.SingleLevelFunction):
     """The operation where no transform is active: one node."""
 
     @staticmethod
     def forward(ctx: Any, known: _Known, *inputs: Tensor) -> Any:
-        outputs = _forward(known, inputs)
-        _set_up(ctx, known, inputs, outputs, at_base=True)
+        program = known.program
+        given = program.given(inputs)
+        read = [given[i] for i in program.reads]
+        outputs = _forward(known, given, inputs)
+        _set_up(ctx, known, inputs, outputs, read)
         return outputs
 
     @staticmethod
@@ -209,12 +226,12 @@ class _AtLevels(torch.autograd.Function):
 
     @staticmethod
     def forward(known: _Known, *inputs: Tensor) -> Any:
-        return _forward(known, inputs)
+        return _forward(known, known.program.given(inputs), inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         known, *tensors = inputs
-        _set_up(ctx, known, tensors, output, at_base=False)
+        _set_up(ctx, known, tensors, output, None)
 
     @staticmethod
     @uncompiled
@@ -238,7 +255,7 @@ def _apart(tensors: Tensors) -> tuple[Tensor, ...]:
 
 def _differentiated(known: _Known, inputs: Tensors, roots: Tensors, needs: Any) -> list[Any]:
     """The gradients of inputs, by a program of the pullback."""
-    program, call = known.program, known.call
+    program, call = known.program, known.call()
     if program.draws:
         raise TracingError(
             "functx.jit: the function draws random numbers, and its pullback, which is "
@@ -255,17 +272,25 @@ def _differentiated(known: _Known, inputs: Tensors, roots: Tensors, needs: Any) 
         found = iter(flat(given, None).results)
         return [next(found) if want else None for want in wanted]
     pulled = Call(flat, call.backend, call.dynamic, real=call.real, check=call.check)
-    found = iter(run(program_for(program.pullbacks, wanted, pulled, given), pulled, given))
+    ours = program_for(program.pullbacks, wanted, pulled, given, len(inputs))
+    found = iter(run(ours, lambda: pulled, given))
     return [next(found) if want else None for want in wanted]
 
 
-def program_for(known: dict[Any, list[Program]], key: Any, call: Call, given: Tensors) -> Program:
-    """A program whose inputs are all arguments: one that is known, or a new one."""
+def program_for(
+    known: dict[Any, list[Program]], wanted: Any, call: Call, given: Tensors, n: int
+) -> Program:
+    """A program whose inputs are all arguments: one that is known, or a new one.
+
+    The first ``n`` of them are of the kinds that the program of the forward is for.
+    """
     records = torch.is_grad_enabled()
-    tracked = tuple([is_tracked(t) for t in given])
+    tracked = tuple(map(is_tracked, given))
     bases = [base_of(t) for t in given]
-    kinds = tuple([described(t, not call.dynamic) for t in bases])
-    programs = known.setdefault((key, records, tracked, alike(given), kinds), [])
+    kinds = tuple([described(t, not call.dynamic) for t in bases[n:]])
+    if call.dynamic:
+        kinds += tuple([t.shape for t in bases[:n]])
+    programs = known.setdefault((wanted, records, tracked, kinds), [])
     with MAKING:
         program = next((p for p in programs if p.fits(bases, ())), None)
         if program is None:

@@ -98,6 +98,7 @@ class Run:
         """What stands for a captured tensor."""
         number, t = self.n + k, self._inputs.captured[k]
         if number not in self.begun:
+            check_class(t)
             made = twin(self._inputs.values[k])
             with _torch.cleared_interpreter_stack():
                 self.begin(number, made, is_tracked(t), t.is_leaf)
@@ -148,7 +149,7 @@ class Run:
             )
 
     def is_differentiated(self, k: int) -> bool:
-        """Whether an output may have a tape; results that are made of inputs outside have theirs."""
+        """Whether an output may have a tape; what is made of inputs outside has its own."""
         sharing = self.sharing
         return k >= len(sharing.outputs) or (sharing.gives[k] and k not in self.leaves)
 
@@ -202,6 +203,8 @@ class Program:
         self.asked_leafness = met is not None and met.asked_leafness
         self.asked_offset = met is not None and met.asked_offset
         self.asked_gradients = [] if met is None else [self.n + k for k in met.asked_gradients]
+        leaves = () if met is None else met.asked_leaves
+        self.asked_leaves = {self.n + k: inputs.captured[k].is_leaf for k in leaves}
         run.met = met = None  # which hold each other, and the arguments
         self._leaves = [*inputs.leaves]
         self._offsets = [t.storage_offset() for t in inputs.tensors] if self.asked_offset else []
@@ -215,6 +218,7 @@ class Program:
         self.differentiated = any(self.tracked)
         is_plain = not (dynamic or self.written or self.reshaped or _gives_inputs(traced))
         self._traced, self._is_plain = traced, is_plain
+        self._all_in_order: bool | None = None  # whether the graph is given all inputs as they are
         self.holds_for: Callable[[Tensors], bool] = lambda tensors: True
 
     def compile(self, backend: Any) -> Program:
@@ -236,6 +240,7 @@ class Program:
         same = (self.n + k for k in self.same if k >= 0)
         used = (
             *self.asked_gradients,
+            *self.asked_leaves,
             *numbers,
             *self._found,
             *self.copied_back,
@@ -258,12 +263,15 @@ class Program:
         self.copied = {new(i) for i in self.copied if i < n or i - n in slots}
         self.unseen = [*map(new, self.unseen)]
         self.asked_gradients = [*map(new, self.asked_gradients)]
+        self.asked_leaves = {new(i): was for i, was in self.asked_leaves.items()}
         self.same = [slots[k] if k >= 0 else k for k in self.same]
         self.sharing.renumber(new)
 
     def fits(self, tensors: Tensors, state: Tensors) -> bool:
         """Whether tensors of the right kind are alike in what the trace has asked for."""
         if any(state[i - self.n].grad is not None for i in self.asked_gradients):
+            return False
+        if any(state[i - self.n].is_leaf is not was for i, was in self.asked_leaves.items()):
             return False
         if self.asked_leafness and [t.is_leaf for t in tensors] != self._leaves:
             return False
@@ -273,12 +281,16 @@ class Program:
 
     def given(self, inputs: Sequence[Any]) -> list[Any]:
         """What the forward is given: arguments, and then captured tensors and constants."""
+        if self._all_in_order is None:
+            numbers = [s for s in self.sources if isinstance(s, int)]
+            self._all_in_order = numbers == [*range(self.n, self.n + len(self.sources))]
+        if self._all_in_order and len(inputs) == self.n + len(self.sources):
+            return [*inputs]
         rest = [inputs[s] if isinstance(s, int) else s for s in self.sources]
         return [*inputs[: self.n], *rest]
 
-    def run(self, inputs: Tensors) -> list[Any]:
-        """Outputs, and what is saved."""
-        given = self.given(inputs)
+    def run(self, given: list[Any], inputs: Tensors) -> list[Any]:
+        """Outputs, and what is saved; ``given`` is what the forward is given of the inputs."""
         if not self.written and not self.copied_back:
             return self._forward(given)
         copied = {id(inputs[i]) for i in self.copied_back}
@@ -407,6 +419,15 @@ def without_hooks(tensors: Tensors) -> Iterator[None]:
     finally:
         for t, found in hooks:
             t._backward_hooks = found
+
+
+def check_class(t: Tensor) -> None:
+    """Refuse tensors of subclasses: a graph computes with plain tensors."""
+    if type(t) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise TracingError(
+            f"functx.jit: a tensor is of a subclass, {type(t).__name__}, which a graph does not "
+            "know. Take plain tensors, t.as_subclass(torch.Tensor)."
+        )
 
 
 class _Begin(torch.autograd.Function):

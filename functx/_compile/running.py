@@ -13,12 +13,13 @@ What this does not do: code that runs in other threads is not noted.
 
 from __future__ import annotations
 
+import copy
 import dis
 import functools
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,6 +111,12 @@ class Ran:
         self.names = by_users.union(*map(names_in, of_modules))
         matches = any(_MATCH_CLASS in c.co_code[::2] for c in named)  # by ``__match_args__``
         self.computes_names = matches or not by_users.isdisjoint(_COMPUTED_NAMES)
+
+    def with_names(self, names: Iterable[str]) -> Ran:
+        """The same code, and further names."""
+        other = copy.copy(self)
+        other.names = self.names.union(names)
+        return other
 
     def runs(self, code: types.CodeType) -> bool:
         """Whether a function, or one that it defines, has run."""

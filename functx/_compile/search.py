@@ -6,10 +6,10 @@ anything else, with what they hold. `functx._compile.guards` checks both at each
 
 The search follows cells of functions, globals that their code names, defaults, partials, methods,
 classes and modules as far as code names their attributes, attributes of objects (and their
-``__slots__``), and dict, list, tuple, set and deque. It runs no code of the user's: containers are read with the
-methods of the built-in class that they derive from, objects by their ``__dict__`` and descriptors
-of ``__slots__``. It does not look into code and objects of torch, NumPy and the standard library,
-modules of ``torch.nn`` aside. What it does not reach is a constant of the graph (J3).
+``__slots__``), and dict, list, tuple, set and deque. It runs no code of the user's: it reads
+containers with the methods of the built-in class that they derive from, and objects by their
+``__dict__`` and the descriptors of ``__slots__``. It does not look into the code of torch, NumPy
+and the standard library. What it does not reach is a constant of the graph (J3).
 
 With `Ran`, what has run in a trace, only that is followed which this code names. Without, all is
 that any function in reach could name: before a trace nothing better is known.
@@ -17,6 +17,8 @@ that any function in reach could name: before a trace nothing better is known.
 
 from __future__ import annotations
 
+import argparse
+import array
 import builtins
 import collections
 import contextvars
@@ -34,7 +36,6 @@ import torch
 from torch import Tensor, nn
 
 from functx._compile.running import (
-    LIBRARIES,
     Ran,
     globals_in,
     is_library,
@@ -52,6 +53,7 @@ PLAIN = frozenset(
 _FLOATS = {float, complex}
 _BUILTINS = vars(builtins).keys()
 CACHE: Any = type(functools.lru_cache(len))  # of functions with a cache
+_HOLDERS = (types.SimpleNamespace, argparse.Namespace)  # attributes for the user's code
 _SMALL_ARRAY = 1 << 16  # bytes; a larger one is known by identity
 EXACT = {dict, collections.OrderedDict, list, tuple, collections.deque, types.MappingProxyType}
 _EMPTY_KINDS = {dict, collections.OrderedDict, list, collections.deque, set}
@@ -59,6 +61,7 @@ _EMPTY_KINDS = {dict, collections.OrderedDict, list, collections.deque, set}
 _BOOKKEEPING = {
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
     *("_load_state_dict_post_hooks", "_non_persistent_buffers_set", "_flat_weights"),
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),  # set with a hook
     *("_flat_weight_refs", "_is_full_backward_hook", "_backward_pre_hooks_always"),
 }
 _HOOKS = {n for n in vars(nn.Module()) if n.endswith("_hooks") or n in ("_modules", "_buffers")}
@@ -76,7 +79,14 @@ class Search:
     """
 
     def __init__(self, roots: Iterable[Any], ran: Ran | None = None) -> None:
-        self.ran = ran
+        self.ran, roots = ran, [*roots]
+        self._search(roots)
+        while ran is not None and not self._named_by_objects <= self.ran.names:
+            self.ran = self.ran.with_names(self._named_by_objects)
+            self._search(roots)
+
+    def _search(self, roots: Sequence[Any]) -> None:
+        ran = self.ran
         self.tensors: list[Tensor] = []
         self.slots: list[list[Place]] = []  # of each tensor
         self.key: list[Any] = []
@@ -97,12 +107,13 @@ class Search:
         self.snapshots: list[Any] = []  # (container, its contents, its owner)
         self._numbers: dict[int, int] = {}
         self._of_tensors: dict[int, int] = {}
+        self._named_by_objects: set[str] = set()  # `operator.attrgetter` has names of its own
         self._names: set[str] = set(ran.names) if ran else {"forward"}
         self._functions: list[types.FunctionType] = []
         self._classes: dict[type, None] = {}
         self._modules: list[types.ModuleType] = []
         self._looked: set[Any] = set()  # classes and modules, with the names that were looked up
-        self._todo: list[Any] = [(root, None) for root in [*roots][::-1]]
+        self._todo: list[Any] = [(root, None) for root in roots[::-1]]
         self._walk()
         while self._look_up_names():
             self._walk()
@@ -281,6 +292,23 @@ class Search:
         if not is_library_class(kind):
             self._attributes(x, kind)
 
+    def _proxy(self, x: Any, kind: Any) -> None:
+        items = dict(x)
+        self.key.append(len(items))
+        self.lengths.append((x, len(items)))
+        for k, v in reversed([*items.items()]):
+            self._todo.append((v, (ITEM, x, k)))
+            self._todo.append((k, None))
+
+    def _getter(self, x: Any, kind: Any) -> None:
+        self._by_identity(x)
+        texts = (a for a in x.__reduce__()[1] if type(a) is str)
+        self._named_by_objects.update(part for text in texts for part in text.split("."))
+
+    def _buffer(self, x: Any, kind: Any) -> None:
+        self.key.append(bytes(x))
+        self.values.append((bytes, x, bytes(x)))
+
     def _array(self, x: Any) -> None:
         self._by_identity(x)
         self.key += x.shape, str(x.dtype)
@@ -359,7 +387,8 @@ class Search:
             if of_functx and (type(value) in PLAIN or name == "backend"):
                 continue  # functx's own notes, which change; and what compiles
             if is_module and name in _HOOKS and type(value) in _EMPTY_KINDS and not value:
-                self.falsy.append((own, name))
+                if self._is_wanted(name, x, kind):
+                    self.falsy.append((own, name))
                 self._container(value, type(value)(), x)
                 continue
             if self._is_wanted(name, x, kind):
@@ -371,9 +400,9 @@ class Search:
         """Whether code that has run may read an attribute, as far as names can tell."""
         if self.ran is None or name in self.ran.names or kind.__module__.startswith("functx."):
             return True
-        if issubclass(kind, nn.Module) and is_library_class(kind):
-            return False  # whose own code has been noted
-        return self.ran.computes_names or kind.__module__.partition(".")[0] in LIBRARIES
+        if is_library_class(kind) and kind not in _HOLDERS:
+            return not issubclass(kind, nn.Module)  # whose own code has been noted
+        return self.ran.computes_names
 
     # -- names
 
@@ -450,6 +479,10 @@ _LOOKS: dict[Any, Callable[[Search, Any, Any], None]] = {
     types.ModuleType: Search._module,
     types.CellType: Search._cell,
     torch.Generator: Search._generator,
+    types.MappingProxyType: Search._proxy,
+    operator.attrgetter: Search._getter,
+    bytearray: Search._buffer,
+    array.array: Search._buffer,
     Logger: Search._identity,  # it knows all loggers of the process
     types.CodeType: Search._identity,
     enum.Enum: Search._identity,

@@ -14,7 +14,7 @@ from functx._torch import compiler, flags
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _hooks_of_all_modules = compiler.HOOKS_OF_ALL_MODULES
-_getters = [getter for getter, _ in flags.FLAGS] + flags.BACKENDS
+_getters = flags.QUICK + flags.BACKENDS
 
 
 def around() -> str | None:
@@ -49,14 +49,8 @@ def surroundings() -> tuple[Any, ...]:
         casts = [(enabled(d), dtype(d)) for d in _AUTOCAST_DEVICES]
     if _torch.function_depth():
         device, norms = _torch.default_device(), norm_derivatives.are_defined()
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        casts,
-        device,
-        norms,
-        [getter() for getter in _getters],
-    )
+    values = [getter() for getter in _getters]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts, device, norms, values
 
 
 def described(t: Tensor, sized: bool) -> tuple[Any, ...]:

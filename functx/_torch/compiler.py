@@ -19,8 +19,8 @@ from functx import _torch
 _eval_frame = torch._C._dynamo.eval_frame
 _profiler: Any = torch._C._profiler
 F = TypeVar("F", bound=Callable[..., Any])
-# Checks all tensors of a call in one pass of C++: class, dispatch keys (conjugation, inference mode),
-# requires_grad, dtype, device, sizes, strides, and that none is given twice.
+# Checks all tensors of a call in one pass of C++: class, dispatch keys (conjugation, inference
+# mode), requires_grad, dtype, device, sizes, strides, and that none is given twice.
 TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 _of_modules: Any = torch.nn.modules.module
 HOOKS_OF_ALL_MODULES: list[Any] = [  # dicts, which the functions that register hooks fill

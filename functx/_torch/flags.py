@@ -45,6 +45,12 @@ BACKENDS: list[Callable[[], Any]] = [
     *(_C._get_mkldnn_enabled, _C._get_cudnn_enabled, _C._get_cudnn_benchmark),
     *(_C._get_cudnn_deterministic, _C._get_nnpack_enabled, torch.is_anomaly_enabled),
 ]
+# For a quick look at whether any of `FLAGS` has changed.
+QUICK: list[Callable[[], Any]] = [
+    *(torch.get_default_dtype, _C._get_flash_sdp_enabled, _C._get_mem_efficient_sdp_enabled),
+    *(_C._get_math_sdp_enabled, _C._get_cudnn_sdp_enabled, _C._get_sdp_priority_order),
+    *(_C._get_deterministic_algorithms, _C._get_deterministic_algorithms_warn_only, _precision),
+]
 
 
 def read() -> list[Any]:
