@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import operator
 import random
 import sys
@@ -126,16 +125,15 @@ class Before:
                 cache.cache_clear()
 
 
-_ITERATORS = (
-    *(types.GeneratorType, itertools.count, type(iter([])), type(iter(())), type(iter(range(0)))),
-    *(type(iter({})), type(iter({}.values())), type(iter({}.items())), type(iter(""))),
+_ITERATORS = tuple(
+    type(iter(x)) for x in ([], (), range(0), {}, {}.values(), {}.items(), "", (0 for _ in ()))
 )
 
 
 def _position(x: Any) -> Any:
     if isinstance(x, types.GeneratorType):
         return None if x.gi_frame is None else x.gi_frame.f_lasti
-    return repr(x) if isinstance(x, itertools.count) else operator.length_hint(x)
+    return operator.length_hint(x)
 
 
 def _changes_in(box: Any, before: Any, owner: Any) -> Iterator[Change]:
