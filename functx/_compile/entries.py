@@ -60,6 +60,7 @@ class Known:
     key: Any  # of the state
     held: Any  # the objects whose ids are in the key
     returned: Sequence[Any] = ()  # objects in reach that are results
+    read: Sequence[int] = ()  # the slots whose tensors the program is given
 
     def returns(self, found: Search) -> bool:
         """Whether what it returns is in reach."""
@@ -78,14 +79,15 @@ class Entry:
 
     def __init__(
         self,
-        program: Program,
+        known: Known,
         found: Search,
         tensors: Sequence[Tensor],
         how: Any,
         settings: Any,
         forget: Callable[[Entry], None],
     ) -> None:
-        self.program, self._settings = program, settings
+        program = known.program
+        self.known, self.program, self._settings = known, program, settings
         self._spec, others = how
         self._n, self.depth = len(tensors), _torch.functorch_depth()
         reference: Any = weakref.ref(self, None)
@@ -99,6 +101,9 @@ class Entry:
         weakly = {id(o[0]) for o in others if o is not None}
         self._guards = Guards(found, weakly)
         every = [*tensors, *found.tensors]
+        self._pick: Any = None
+        if known.read != [*range(len(found.tensors))]:
+            self._pick = functools.partial(_picked, known.read)
         # torch's own guards know strided tensors of the base level, and each of them once.
         first = alike(every)
         self._alike = None if first == (*range(len(every)),) else first
@@ -126,13 +131,14 @@ class Entry:
                 dynamic_dims_strides=strides,
             )
         # With pending conjugation or negation, or a wrapper of a level that has ended:
+        given = [*tensors, *(found.tensors[i] for i in known.read)]
         self.lazy = [
             i
-            for i, t in enumerate(every)
+            for i, t in enumerate(given)
             if t.is_conj() or t.is_neg() or _torch.unwrap_if_dead(t) is not t
         ]
         self._asks = program.asked_leafness or program.asked_offset or program.dynamic
-        self._asks = self._asks or bool(program.asked_gradients or program.asked_leaves)
+        self._asks = self._asks or bool(program.asked)
 
     def state(self, settings: Any, spec: Any, others: Any, tensors: Any) -> Any:
         """The tensors of the state, if this holds for a call; else ``None``."""
@@ -156,6 +162,8 @@ class Entry:
                 return None
         elif not self._hold_for([*tensors, *state]):
             return None
+        if self._pick is not None:
+            state = self._pick(state)
         if self._asks and not self.program.fits(tensors, state):
             return None
         return state
@@ -181,6 +189,10 @@ class Entry:
             )
             for i in self._rest
         ]
+
+
+def _picked(numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensors[i] for i in numbers]
 
 
 def _same_as(value: Any, dead: Callable[[Any], Any]) -> Callable[[Any], bool]:

@@ -182,15 +182,15 @@ class Jitted:
         roots = (self.function, *_statics(how[1]))
         with MAKING:  # torch traces in one thread at a time, and another one may have traced this
             try:
-                program, found = self._known(key, roots, tensors) or self._made(
+                known, found = self._known(key, roots, tensors) or self._made(
                     key, roots, tensors, how
                 )
             except Changed as changed:
                 self._runs_in_eager(changed)
                 return None, None
-            entry = Entry(program, found, tensors, how, settings, self._entries.drop)
+            entry = Entry(known, found, tensors, how, settings, self._entries.drop)
             self._entries.put(entry)
-        return entry, found.tensors
+        return entry, [found.tensors[i] for i in known.read]
 
     def _runs_in_eager(self, change: Any) -> None:
         """A trace has changed a value of the program's: eager does that at each call (J4)."""
@@ -221,20 +221,16 @@ class Jitted:
         return key
 
     def _known(self, key: Any, roots: Any, tensors: Any) -> Any:
-        """A program that is known, and the search that has found its state."""
+        """What is known of a program, and the search that has found its state."""
         searches: dict[Any, Search] = {}
         for known in reversed(self._programs.get(key, ())):
-            program = known.program
-            ran = known.ran
-            if ran not in searches:
-                searches[ran] = Search(roots, ran)
-            found = searches[ran]
-            if (
-                known.key == state_key(found, tensors)
-                and known.returns(found)
-                and program.fits(tensors, found.tensors)
-            ):
-                return program, found
+            if known.ran not in searches:
+                searches[known.ran] = Search(roots, known.ran)
+            found = searches[known.ran]
+            if known.key != state_key(found, tensors) or not known.returns(found):
+                continue
+            if known.program.fits(tensors, [found.tensors[i] for i in known.read]):
+                return known, found
         return None
 
     def _made(self, key: Any, roots: Any, tensors: Any, how: Any) -> Any:
@@ -286,12 +282,14 @@ class Jitted:
         if any(id(captured[k]) not in slots for k in used):
             ran, found = None, before.found  # met in a way that names do not tell
             slots = numbers
-        program.renumber({k: slots[id(captured[k])] for k in used})
+        order = sorted(used, key=lambda k: slots[id(captured[k])])
+        program.renumber({k: i for i, k in enumerate(order)})
         returned = _returned(program, how, before.found, name_of(self.function))
-        known = Known(program, ran, state_key(found, tensors), found.known, returned)
+        read = [slots[id(captured[k])] for k in order]
+        known = Known(program, ran, state_key(found, tensors), found.known, returned, read)
         self._programs.setdefault(key, []).append(known)
         self._warn_of_traces(key)
-        return program, found
+        return known, found
 
     def _warn_of_traces(self, last: Any) -> None:
         every = [(key, known) for key, programs in self._programs.items() for known in programs]
@@ -308,11 +306,7 @@ class Jitted:
         """Refuse to run the function once more, for a derivative, if its state has changed."""
         if entry.is_intact():
             return
-        program = entry.program
-        roots = (self.function, *_statics(how[1]))
-        known = next(
-            k for programs in self._programs.values() for k in programs if k.program is program
-        )
+        roots, known = (self.function, *_statics(how[1])), entry.known
         if Search(roots, known.ran).key != known.key[0]:
             raise TracingError(
                 "functx.jit: a pullback is differentiated, and computes the function again, but a "

@@ -25,6 +25,7 @@ from torch import Tensor
 from functx import _torch
 from functx._compile.intact import RefusedChanges
 from functx._core import TracingError, is_internal, line_now
+from functx._remat import tape_of
 from functx._torch import graphs
 
 _A: Any = Tensor  # whose attributes are descriptors, and for type checkers what they give
@@ -43,6 +44,21 @@ _BITS = {Tensor.is_conj, Tensor.is_neg}
 _OFFSET = Tensor.storage_offset
 
 
+def is_leaf(t: Tensor) -> bool:
+    """Whether it is a leaf of the tape."""
+    return t.is_leaf
+
+
+def has_gradient(t: Tensor) -> bool:
+    """Whether its ``.grad`` is set."""
+    return t.is_leaf and t.grad is not None
+
+
+def has_hooks(t: Tensor) -> bool:
+    """Whether it has hooks for its gradient."""
+    return bool(t._backward_hooks)
+
+
 class Exchange(RefusedChanges):
     """Exchanges captured tensors for stand-ins; see NOTE [stand-ins].
 
@@ -58,16 +74,33 @@ class Exchange(RefusedChanges):
         super().__init__([*captured, *given])
         self._standin = standin
         self.numbers = {id(t): i for i, t in enumerate(captured)}
+        self._computed: dict[int, Tensor] = {}  # those met that are not leaves, by number
+        # What the trace has asked of captured tensors, by number, and the answer:
+        self.asked: dict[tuple[int, Callable[[Tensor], Any]], Any] = {}
 
     def standin(self, t: Tensor) -> Tensor:
         """What stands for a captured tensor; any other one is itself."""
         number = self.numbers.get(id(t))
         if number is None:
             return self._not_found(t)
+        if t.grad_fn is not None:
+            self._computed[number] = t
         return self._standin(number)
+
+    def _is_below(self, t: Tensor) -> bool:
+        """Whether a captured tensor that was met is computed of this one, outside."""
+        others = [other for other in self._computed.values() if other is not t]
+        nodes = {*tape_of(others, 0)} if others else set()
+        leaves = {id(getattr(node, "variable", None)) for node in nodes}
+        return id(t) in leaves or (t.grad_fn is not None and t.grad_fn in nodes)
 
     def _not_found(self, t: Tensor) -> Tensor:
         return t
+
+    def ask(self, question: Callable[[Tensor], Any], t: Tensor) -> Any:
+        """The answer for a captured tensor; the graph is for calls with the same one."""
+        answer = self.asked[self.numbers[id(t)], question] = question(t)
+        return answer
 
     def _exchanged(self, x: Any) -> Any:
         kind = type(x)
@@ -97,10 +130,16 @@ class Exchange(RefusedChanges):
         wanted = [inputs] if single else [*inputs]
         mine = [isinstance(t, Tensor) and id(t) in self.numbers for t in wanted]
         for t, is_mine in zip(wanted, mine):
-            if is_mine and t._backward_hooks:
+            if is_mine and self.ask(has_hooks, t):
                 raise refused(
                     "takes a gradient with respect to a captured tensor that has hooks",
                     "Pass the tensor as an argument, or remove the hooks.",
+                )
+            if is_mine and self._is_below(t):
+                raise refused(
+                    "takes a gradient with respect to a captured tensor, of which another captured "
+                    "tensor is computed outside",
+                    "Compute that in the function, or pass it as an argument.",
                 )
         outputs, args, kwargs = (self._exchanged(x) for x in (outputs, args, kwargs))
         if not any(mine):
@@ -149,8 +188,6 @@ class Met(Exchange):
         self._arguments = {id(t): i for i, t in enumerate(given) if id(t) not in self.numbers}
         self._generators = {id(g) for g in generators}
         self.reshaped: list[tuple[int, Any, Any, Any]] = []  # argument, function, arguments of it
-        self.asked_gradients: set[int] = set()  # captured tensors that had none
-        self.asked_leaves: set[int] = set()  # captured tensors
         self.asked_leafness = self.asked_offset = False
 
     def standin(self, t: Tensor) -> Tensor:
@@ -180,7 +217,7 @@ class Met(Exchange):
         if args and isinstance(args[0], Tensor):
             self._check(func, args, kwargs)
             if func in _LEAFNESS and id(args[0]) in self.numbers:
-                self.asked_leaves.add(self.numbers[id(args[0])])
+                self.ask(is_leaf, args[0])
                 return func(*args)  # of the captured tensor itself
             if func in _BITS and self._real and id(args[0]) in self._arguments:
                 return func(self._real[self._arguments[id(args[0])]])
@@ -234,7 +271,7 @@ class Met(Exchange):
                 "Call step() outside, or give gradients as arguments.",
             )
         if number is None:
-            self.asked_gradients.add(self.numbers[id(t)])
+            self.ask(has_gradient, t)
 
     def _check_values(self, name: str, t: Tensor) -> None:
         value = t

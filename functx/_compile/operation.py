@@ -71,11 +71,17 @@ def run(program: Program, call: Callable[[], Call], inputs: Tensors) -> list[Ten
     if not program.differentiated and (is_at_base or not any(level_of(t) > 0 for t in inputs)):
         return program.finished(program.run(program.given(inputs), inputs), inputs)
     known = _Known(program, call, inputs)
+    if program.without:
+        given = [*inputs]
+        for i in program.without:
+            given[i] = given[i].detach()
+    else:
+        given = inputs
     if is_at_base and torch.is_grad_enabled():
-        outputs = _AtBase.apply(known, *inputs)
+        outputs = _AtBase.apply(known, *given)
     else:
         with torch.set_grad_enabled(torch.is_grad_enabled() or program.records):
-            outputs = _AtLevels.apply(known, *inputs)
+            outputs = _AtLevels.apply(known, *given)
     return program.finished(outputs[: len(program.tracked)], inputs)
 
 
@@ -148,6 +154,8 @@ def _backward(ctx: Any, cotangents: Sequence[Any]) -> Any:
         for cotangent, like in zip(cotangents, ctx.like)
     ]
     roots = [t for t in filled if t is not None]
+    given = [c for c, like in zip(cotangents, ctx.like) if like is not None]
+    present = sum(1 << k for k, c in enumerate(given) if c is not None)
     everything = [*inputs, *roots]
     recorded = torch.is_grad_enabled() and any(map(is_tracked, everything))
     if recorded or any(level_of(t) > 0 for t in everything):
@@ -155,15 +163,17 @@ def _backward(ctx: Any, cotangents: Sequence[Any]) -> Any:
         if ctx.n_read is not None:
             _check_versions(known)
             inputs = _as_read(program, inputs, read)
+        needs = [n and bool(program.depends.get(i, 0) & present) for i, n in enumerate(needs)]
         return None, *_differentiated(known, inputs, roots, needs)
     if read is None:
-        given = program.given(inputs)
-        read = [given[i] for i in program.reads]
+        all_given = program.given(inputs)
+        read = [all_given[i] for i in program.reads]
+        del all_given
     args = [*read, *saved, *known.sizes, *(t.contiguous() for t in roots)]
     n_inputs = len(inputs)
     ctx.maybe_clear_saved_tensors()  # unless the graph is retained
-    del inputs, read, saved, everything, filled, roots, cotangents
-    return None, *program.pull_back(args, n_inputs)
+    del inputs, read, saved, everything, filled, roots, cotangents, given
+    return None, *program.pull_back(args, n_inputs, present)
 
 
 def _as_read(program: Program, inputs: Tensors, read: Any) -> list[Tensor]:

@@ -196,15 +196,16 @@ class Program:
         self.tracked = tracked if self.records else [False] * len(tracked)
         self.sharing, self.rest, self.leaves = run.sharing.alone(), run.rest, run.leaves
         self.copied_back, self._found = run.copied_back, found
+        # Inputs that require grad and get none: their hooks would be called without a gradient.
+        self.without = [i for i in run.edges if i not in found]
         self.same = inputs.same
         self.unseen = real  # inputs that are on the tape themselves, by number
         met = run.met
         self.reshaped = [] if met is None else met.reshaped
         self.asked_leafness = met is not None and met.asked_leafness
         self.asked_offset = met is not None and met.asked_offset
-        self.asked_gradients = [] if met is None else [self.n + k for k in met.asked_gradients]
-        leaves = () if met is None else met.asked_leaves
-        self.asked_leaves = {self.n + k: inputs.captured[k].is_leaf for k in leaves}
+        asked = {} if met is None else met.asked
+        self.asked = [(self.n + k, ask, answer) for (k, ask), answer in asked.items()]
         run.met = met = None  # which hold each other, and the arguments
         self._leaves = [*inputs.leaves]
         self._offsets = [t.storage_offset() for t in inputs.tensors] if self.asked_offset else []
@@ -218,6 +219,7 @@ class Program:
         self.differentiated = any(self.tracked)
         is_plain = not (dynamic or self.written or self.reshaped or _gives_inputs(traced))
         self._traced, self._is_plain = traced, is_plain
+        self.depends: dict[int, int] = {}  # by input, the cotangents that its gradient reads
         self._all_in_order: bool | None = None  # whether the graph is given all inputs as they are
         self.holds_for: Callable[[Tensors], bool] = lambda tensors: True
 
@@ -226,6 +228,7 @@ class Program:
         traced = self._traced
         if self.differentiated:
             second, self.reads, self.n_sizes = cut(traced, len(self.tracked))
+            self.depends = dict(zip(self._found, second.cotangents_read(sum(self.tracked))))
             self._backward = compiled(second, backend)
         self._forward = compiled(traced, backend, self._is_plain)
         if self.dynamic:
@@ -239,8 +242,7 @@ class Program:
         numbers = (s for s in self.sources if isinstance(s, int))
         same = (self.n + k for k in self.same if k >= 0)
         used = (
-            *self.asked_gradients,
-            *self.asked_leaves,
+            *(i for i, _, _ in self.asked),
             *numbers,
             *self._found,
             *self.copied_back,
@@ -259,19 +261,18 @@ class Program:
 
         self.sources = [*map(new, self.sources)]
         self._found = [*map(new, self._found)]
+        self.depends = {new(i): bits for i, bits in self.depends.items()}
         self.copied_back = [*map(new, self.copied_back)]
+        self.without = [new(i) for i in self.without if i < n or i - n in slots]
         self.copied = {new(i) for i in self.copied if i < n or i - n in slots}
         self.unseen = [*map(new, self.unseen)]
-        self.asked_gradients = [*map(new, self.asked_gradients)]
-        self.asked_leaves = {new(i): was for i, was in self.asked_leaves.items()}
+        self.asked = [(new(i), ask, answer) for i, ask, answer in self.asked]
         self.same = [slots[k] if k >= 0 else k for k in self.same]
         self.sharing.renumber(new)
 
     def fits(self, tensors: Tensors, state: Tensors) -> bool:
         """Whether tensors of the right kind are alike in what the trace has asked for."""
-        if any(state[i - self.n].grad is not None for i in self.asked_gradients):
-            return False
-        if any(state[i - self.n].is_leaf is not was for i, was in self.asked_leaves.items()):
+        if any(ask(state[i - self.n]) != answer for i, ask, answer in self.asked):
             return False
         if self.asked_leafness and [t.is_leaf for t in tensors] != self._leaves:
             return False
@@ -317,14 +318,16 @@ class Program:
             outputs[k].requires_grad_()
         return self.sharing.made(outputs, inputs)
 
-    def pull_back(self, args: list[Any], n_inputs: int) -> list[Tensor | None]:
+    def pull_back(self, args: list[Any], n_inputs: int, present: int) -> list[Tensor | None]:
         """The gradient of each input, ``None`` where there is none.
 
         ``args`` are inputs, what is saved, and cotangents. They go where they have been read.
+        ``present`` has a bit for each cotangent that there is; the others are zeros.
         """
         found: list[Tensor | None] = [None] * n_inputs
         for i, gradient in zip(self._found, self._backward(args)):
-            found[i] = gradient
+            if self.depends[i] & present:
+                found[i] = gradient
         return found
 
 
@@ -357,6 +360,12 @@ def _pulled_back(
                 "functx.jit: results are differentiated once more, with respect to "
                 f"what requires grad, and torch can't ({error}). Detach parameters "
                 "before, or call under torch.no_grad()."
+            ) from error
+        if "modified by an inplace operation" in str(error):
+            raise TracingError(
+                "functx.jit: the function writes in place to a tensor that the pullback of an "
+                "earlier operation reads; eager refuses that where the gradient is asked for "
+                f"({error}). Write to a copy (clone)."
             ) from error
         if "through the graph a second time" not in str(error):
             raise

@@ -81,7 +81,9 @@ class Sharing:
         """Results in one memory, of which no input is in it."""
         own = [i for i in places if results[i]._base is None]
         whole = [i for i in own if dynamic or _is_whole(results[i])]
-        first = min(whole, key=lambda i: not results[i].requires_grad, default=None)
+        if any(results[i].requires_grad for i in places):  # of others no history can be made
+            whole = [i for i in whole if results[i].requires_grad]
+        first = min(whole, default=None)
         if first is None:
             self._share_base(results, places, dynamic)
             return
@@ -91,7 +93,8 @@ class Sharing:
 
     def _share_base(self, results: Sequence[Tensor], places: list[int], dynamic: bool) -> None:
         """Results that are parts of one memory, which is not a result."""
-        base = next((results[i]._base for i in places if results[i]._base is not None), None)
+        bases = [t._base for t in (results[i] for i in places) if t._base is not None]
+        base = next((t for t in bases if t.requires_grad), bases[0] if bases else None)
         if base is not None and not dynamic and _overlap([results[i] for i in places]):
             for i in places:
                 number = self.n_results + len(self.bases)

@@ -9,6 +9,7 @@ but made again.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,19 @@ class Traced:
                 written |= {memory[x] for x in written_by(node)}
         inputs = self.graph.find_nodes(op="placeholder")
         return [i for i, node in enumerate(inputs) if node in written]
+
+    def cotangents_read(self, n: int) -> list[int]:
+        """For each result, which of the last ``n`` inputs it depends on, as bits."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        first = len(inputs) - n
+        bits = {node: 1 << (i - first) if i >= first else 0 for i, node in enumerate(inputs)}
+        for node in self.graph.nodes:
+            if node not in bits:
+                bits[node] = functools.reduce(operator.or_, map(bits.get, node.all_input_nodes), 0)
+            for written in written_by(node):  # and what is written to
+                bits[written] |= bits[node]
+        *_, output = self.graph.nodes
+        return [bits.get(node, 0) for node in output.args[0]]
 
     def root_of(self, node: fx.Node) -> fx.Node:
         """The node whose memory a node gives a view of."""

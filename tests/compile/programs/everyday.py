@@ -1093,14 +1093,14 @@ def embedding_maxnorm(jit):
     return [*r, m.weight]
 
 
-@refused("reads the value of a tensor")
+@program
 def distributions_captured(jit):
     d = torch.distributions.Categorical(probs=torch.tensor([0.2, 0.8]))
     f = jit(lambda x: x * d.log_prob(torch.tensor(1)) + d.entropy())
     return [f(values(3)), f(values(3)), d.log_prob(torch.tensor(0))]
 
 
-@refused("reads the value of a tensor")
+@program
 def distribution_inside(jit):
     f = jit(lambda mu: torch.distributions.Normal(mu, 1.0).rsample())
     return [f(values(3)), f(values(3)), torch.rand(1)]
