@@ -118,6 +118,27 @@ class Before:
         """How far the iterators in reach have come, those that tell."""
         return [_position(x) for x in self.found.held if isinstance(x, _ITERATORS)]
 
+    def settle(self) -> None:
+        """Undo all changes, and raise if there are any of the program's.
+
+        Raises:
+            TracingError: A tensor of the trace has been left somewhere.
+            Changed: A plain value has changed.
+        """
+        changes = [change for change in self.changes() if _is_counted(change)]
+        holders = [holder_of(change.owner, self.found) for change in changes]
+        self.put_back(everything=True)
+        for change, holder in zip(changes, holders):
+            refuse_kept(Search([change.new]).tensors, holder)
+        if changes:
+            raise Changed(changes[0], holders[0])
+
+    def put_back(self, everything: bool) -> None:
+        """Undo changes: all, or those that leave tensors of a trace."""
+        for change in [*self.changes()]:
+            if everything or any(map(is_traced, Search([change.new]).tensors)):
+                change.undo()
+
     def clear_caches(self) -> None:
         """Empty the `functools.cache` of functions that ran: they hold tensors of the trace."""
         for cache, misses in self._caches:
@@ -237,7 +258,7 @@ def watched(before: Before, repeats: bool = False) -> Iterator[None]:
     except BaseException as error:
         is_refusal = isinstance(error, TracingError) or graphs.reads_values(error)
         changes = [change for change in before.changes() if _is_counted(change)]
-        _put_back(before, everything=is_refusal or (repeats and isinstance(error, Exception)))
+        before.put_back(everything=is_refusal or (repeats and isinstance(error, Exception)))
         if isinstance(error, KeptError):  # who keeps it?
             for change in changes:
                 refuse_kept(Search([change.new]).tensors, holder_of(change.owner, found))
@@ -248,8 +269,10 @@ def watched(before: Before, repeats: bool = False) -> Iterator[None]:
         changed = [(t, gradient) for t, gradient in gradients if t.grad is not gradient]
         for t, gradient in changed:
             t.grad = gradient
-    changes = [change for change in before.changes() if _is_counted(change)]
-    _put_back(before, everything=True)
+    try:
+        before.settle()
+    finally:
+        before.put_back(everything=True)
     if before.iterators() != iterators:
         raise TracingError(
             "functx.jit: the function takes items of an iterator that was there before, which a "
@@ -257,10 +280,6 @@ def watched(before: Before, repeats: bool = False) -> Iterator[None]:
         )
     if changed:
         raise sets_gradients()
-    for change in changes:
-        refuse_kept(Search([change.new]).tensors, holder_of(change.owner, found))
-    if changes:
-        raise Changed(changes[0], holder_of(changes[0].owner, found))
 
 
 def sets_gradients() -> TracingError:
@@ -289,12 +308,6 @@ def settings_kept() -> Iterator[None]:
             "functx.jit: the function leaves grad mode, a default or a flag of torch changed. Set "
             "it outside, or for a part of the function (with torch.no_grad(): ...)."
         )
-
-
-def _put_back(before: Before, everything: bool) -> None:
-    for change in [*before.changes()]:
-        if everything or any(map(is_traced, Search([change.new]).tensors)):
-            change.undo()
 
 
 def _refuse_step(optimizer: Any, *_: Any) -> None:
@@ -328,7 +341,8 @@ def holder_of(x: Any, found: Search) -> Any:
     for _ in range(9):  # of cycles, too
         if isinstance(x, types.CellType):
             functions = (f for f in found.held if type(f) is types.FunctionType)
-            return next((f for f in functions if x in (f.__closure__ or ())), x)
+            holds = (f for f in functions if any(c is x for c in f.__closure__ or ()))
+            return next(holds, x)
         if not isinstance(x, (dict, list, tuple, set, collections.deque)):
             return x
         owners = (owner for box, _, owner in found.snapshots if box is x and owner is not x)

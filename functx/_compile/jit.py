@@ -59,16 +59,19 @@ def jit(
 ) -> Any:
     """Compile ``f``, any stack of transforms and regions, as one graph.
 
-    A call is traced once for each signature: the structure of the arguments, shapes, dtypes and
-    devices of tensors, and the values of everything else. What ``f`` reads otherwise than through
-    its arguments (closures, modules, globals) is read at each call. The graph recomputes what
-    regions recompute, and where they do: its peak is that of eager. Random numbers advance torch's
-    generators as in eager, and writes to buffers and arguments happen once a call. What ``f`` does
-    to Python's objects happens once, in the trace, which has no values to leave there.
+    A call computes what ``f`` computes in eager from the same arguments and state, or raises an
+    error. It is traced once for each signature: the structure of the arguments, shapes, dtypes and
+    devices of tensors, the values of everything else, and what is set around the call (grad mode,
+    autocast). Tensors that ``f`` reads otherwise than through its arguments (closures, modules,
+    globals) are read at each call; other values there are checked, and another value is another
+    graph. The graph recomputes what regions recompute, and where they do: its peak is that of
+    eager. Random numbers advance torch's generators as in eager, and writes to buffers and
+    arguments happen once a call and carry their history.
 
     Gradients flow through it (``.backward()``, `functx.grad`, any order), and are compiled in turn.
     Inside of vmap and jvp it runs in eager, and warns. The stack inside of ``jit`` is one graph, so
-    put it around all.
+    put it around all. A function that counts its calls (``self.n += 1``) runs in eager, and warns.
+    The page "Traced and compiled" lists what works, what runs in eager and what is an error.
 
     Args:
         f: a function or ``nn.Module`` of pytrees of tensors. ``None`` gives a decorator.
@@ -83,9 +86,9 @@ def jit(
         A function that does what ``f`` does; of a module it has the attributes, too.
 
     Raises:
-        TypeError: ``f`` is not callable, or an argument that is no tensor can't be hashed.
-        functx.TracingError: when called, where Python reads the value of a tensor, or keeps one
-            that the function makes.
+        TypeError: ``f`` is not callable, or a custom container of arguments can't be hashed.
+        functx.TracingError: when called, where a graph can't do what ``f`` does: Python reads the
+            value of a tensor, or keeps one that the function makes. Effects are undone.
 
     Example:
         >>> import torch, functx
@@ -174,6 +177,8 @@ class Jitted:
         call = Call(flat, self.backend, dynamic, state)
         call.real = {program.n + k: t for k, t in enumerate(state) if t.requires_grad}
         call.check = functools.partial(self._check, how, entry)
+        roots = (self.function, *_statics(how[1]))
+        call.watch = lambda: watched(Before(Search(roots)))
         return call
 
     def _searched(self, tensors: Any, how: Any, settings: Any) -> tuple[Any, Any]:
@@ -272,7 +277,7 @@ class Jitted:
             {n + k: t for k, t in enumerate(captured) if t.requires_grad},
         )
         with watched(before, repeats=dynamic):
-            program = Program(flat, inputs, dynamic, torch.is_grad_enabled())
+            program = Program(flat, inputs, dynamic, torch.is_grad_enabled(), before.settle)
         program.compile(self.backend)
         self._filled = False
         ran = Ran(codes)

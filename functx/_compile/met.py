@@ -74,6 +74,7 @@ class Exchange(RefusedChanges):
         super().__init__([*captured, *given])
         self._standin = standin
         self.numbers = {id(t): i for i, t in enumerate(captured)}
+        self.hooked: list[Tensor] = []  # tensors of the trace
         self._computed: dict[int, Tensor] = {}  # those met that are not leaves, by number
         # What the trace has asked of captured tensors, by number, and the answer:
         self.asked: dict[tuple[int, Callable[[Tensor], Any]], Any] = {}
@@ -240,6 +241,8 @@ class Met(Exchange):
             self._check_values(name, t)
         is_captured, number = id(t) in self.numbers, self._arguments.get(id(t))
         if not is_captured and number is None:
+            if name in _HOOKS:
+                self.hooked.append(t)
             return
         what = "a captured tensor" if is_captured else "an argument"
         if name in _RESHAPES and number is not None:

@@ -12,9 +12,10 @@ computes from inputs, and refuses those that have been written since.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class Call:
     captured: Tensors = ()  # the tensors of the state, in the order of slots
     real: Mapping[int, Tensor] = field(default_factory=dict)  # by number of the input that has it
     check: Callable[[], None] = lambda: None  # raises where the state has changed since
+    watch: Callable[[], Any] = contextlib.nullcontext  # around a trace: puts back its effects
 
 
 def run(program: Program, call: Callable[[], Call], inputs: Tensors) -> list[Tensor]:
@@ -220,6 +222,8 @@ class _AtBase(_torch.SingleLevelFunction):
     def forward(ctx: Any, known: _Known, *inputs: Tensor) -> Any:
         program = known.program
         given = program.given(inputs)
+        for i, *_ in program.reshaped:  # the call changes what it is, but not what is saved
+            given[i] = inputs[i].data
         read = [given[i] for i in program.reads]
         outputs = _forward(known, given, inputs)
         _set_up(ctx, known, inputs, outputs, read)
@@ -281,7 +285,7 @@ def _differentiated(known: _Known, inputs: Tensors, roots: Tensors, needs: Any) 
         tell("a jitted function", IN_EAGER)
         found = iter(flat(given, None).results)
         return [next(found) if want else None for want in wanted]
-    pulled = Call(flat, call.backend, call.dynamic, real=call.real, check=call.check)
+    pulled = replace(call, flat=flat, captured=())
     ours = program_for(program.pullbacks, wanted, pulled, given, len(inputs))
     found = iter(run(ours, lambda: pulled, given))
     return [next(found) if want else None for want in wanted]
@@ -306,7 +310,9 @@ def program_for(
         if program is None:
             leaves = [t.is_leaf for t in given]
             inputs = Inputs(bases, tracked, leaves, alike(given), real=call.real)
-            program = Program(call.flat, inputs, call.dynamic, records).compile(call.backend)
+            with call.watch():
+                program = Program(call.flat, inputs, call.dynamic, records)
+            program.compile(call.backend)
             programs.append(program)
     return program
 
@@ -361,7 +367,13 @@ class _Again(Run):
             given[:n], [False] * n, [True] * n, range(n), call.captured, same=program.same
         )
         super().__init__(call.flat, inputs, program.copied, True)
-        self._values = given[n:]
+        self._values, self._program = given[n:], program
+
+    def finished(self, outcome: Outcome, dynamic: bool) -> list[Any]:
+        numbers, program = getattr(outcome.met, "numbers", {}), self._program
+        results = [self.standin(numbers[id(t)]) if id(t) in numbers else t for t in outcome.results]
+        finals = (self.begun[i] for i in program.copied_back)
+        return [*program.sharing.again(results), *finals]
 
     def begin(self, number: int, t: Tensor, tracked: bool, is_leaf: bool) -> Tensor:
         t = t.clone() if number in self._copied else t

@@ -126,7 +126,8 @@ class Run:
         self._check(results)
         moved = [i for i, t in self.begun.items() if self._has_moved(i, t)]
         self.written = {i for i in moved if i not in self._copied}
-        self.sharing = Sharing(results, self.begun, dynamic)
+        hooked = set() if met is None else {_torch.storage_of(t) for t in met.hooked}
+        self.sharing = Sharing(results, self.begun, dynamic, hooked)
         self.copied_back = [i for i in moved if i in self._copied]
         # Leaves that the function makes and returns:
         self.leaves = [
@@ -162,9 +163,17 @@ class Program:
         inputs: To trace with.
         dynamic: Whether sizes of arguments are symbols.
         records: Whether the call is recorded for a pullback.
+        settle: Puts back what a trace has changed, before another one.
     """
 
-    def __init__(self, flat: Flat, inputs: Inputs, dynamic: bool, records: bool) -> None:
+    def __init__(
+        self,
+        flat: Flat,
+        inputs: Inputs,
+        dynamic: bool,
+        records: bool,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
         self.n, self.dynamic, self.copied = len(inputs.tensors), dynamic, set[int]()
         self.records = records
         tracked, found = list[bool](), list[int]()
@@ -193,6 +202,7 @@ class Program:
                 self.copied |= run.written
             else:
                 break
+            settle()
         self.tracked = tracked if self.records else [False] * len(tracked)
         self.sharing, self.rest, self.leaves = run.sharing.alone(), run.rest, run.leaves
         self.copied_back, self._found = run.copied_back, found

@@ -9,7 +9,7 @@ results are views of, and a call makes these views again outside of the graph.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,13 +48,22 @@ class Alias:
 class Sharing:
     """Which results a graph gives itself, and how the others are made of inputs and of these."""
 
-    def __init__(self, results: Sequence[Tensor], inputs: dict[int, Tensor], dynamic: bool) -> None:
+    def __init__(
+        self,
+        results: Sequence[Tensor],
+        inputs: dict[int, Tensor],
+        dynamic: bool,
+        hooked: Container[int] = (),
+    ) -> None:
+        """``hooked`` is memory of tensors with hooks, which views made outside would leave out."""
         self.n_results = len(results)
         self.aliases: list[Alias | None] = [None] * len(results)
         of_inputs = {_torch.storage_of(t): number for number, t in inputs.items() if _is_dense(t)}
         own: dict[int, list[int]] = {}
         for i, t in enumerate(results):
             storage = _torch.storage_of(t) if _is_dense(t) else -1
+            if storage in hooked or _is_of_function(t):
+                storage = -1
             if storage == -1:
                 same = next((j for j in range(i) if results[j] is t), None)
                 if same is not None:
@@ -111,6 +120,11 @@ class Sharing:
         self.outputs, self.bases = [], []
         return self
 
+    def again(self, results: Sequence[Tensor]) -> list[Any]:
+        """The outputs of another run of the function, which has given these results."""
+        own = {a.index: i for i, a in enumerate(self.aliases) if a is not None and not a.of_input}
+        return [results[k] if k < self.n_results else results[own[k]]._base for k in self.kept]
+
     def renumber(self, new: Callable[[int], int]) -> None:
         """Number inputs anew."""
         self.aliases = [
@@ -143,6 +157,11 @@ def _alias(t: Tensor, base: Tensor, of_input: bool, index: int, dynamic: bool) -
         offset = t.storage_offset() - base.storage_offset()
         geometry = torch.Size(t.shape), t.stride(), offset
     return Alias(of_input, index, False, geometry, t.requires_grad)
+
+
+def _is_of_function(t: Tensor) -> bool:
+    """Whether a custom Function has given a tensor, whose backward a view would leave out."""
+    return isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction)
 
 
 def _is_dense(t: Any) -> bool:

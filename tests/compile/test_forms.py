@@ -1,4 +1,4 @@
-"""Each kind of state and of effect, wherever a function finds it: in a variable, a module, an object.
+"""Each kind of state and effect, wherever a function finds it: in a variable, module, or object.
 
 A kind is an owner, what a function does with it, and what changes between calls. A form is how the
 function comes by the owner.
