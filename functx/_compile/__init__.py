@@ -18,8 +18,8 @@ code, tests, errors and pages cite by number:
   A plain value that the trace changes lets the function run in eager from then on, with a warning.
 - J5. Surroundings. Grad mode, inference mode, autocast, defaults, flags, requires_grad, conj and
   neg bits, and which arguments are the same tensor belong to the signature. Leafness and offset do
-  if the trace asked. Saved-tensor hooks around see what the compiled call saves. Inside of other modes
-  and global module hooks the call runs in eager, with a warning.
+  if the trace asked. Saved-tensor hooks around see what the compiled call saves. Inside of other
+  modes and global module hooks the call runs in eager, with a warning.
 - J6. Backward. Only what the backward reads is saved and version-checked. Hooks of captured tensors
   run once. Results that share memory share it. Two forwards before one backward work.
 - J7. As convenient as torch.compile. Partly kept: a jitted module has the attributes of the module,
@@ -37,8 +37,8 @@ The wing reads as four things, and what a call needs around them:
 
 `jit` ties these together. `tracing` makes a plain graph, `backends` compiles it, `program` is a
 graph of one signature, and `operation` is what autograd and the transforms around see of it.
-`state` and `intact` keep the models of users intact in other traces (`to_jax`, plans). `joint_graph` puts
-recompute into graphs that others have traced.
+`state` and `intact` keep the models of users intact in other traces (`to_jax`, plans).
+`joint_graph` puts recompute into graphs that others have traced.
 """
 
 from functx._compile.backends import noticed as noticed

@@ -112,7 +112,10 @@ def _forward(known: _Known, given: list[Any], inputs: Tensors) -> tuple[Tensor, 
         n = len(outputs) - program.n_sizes
         known.sizes = outputs[n:]
         outputs = outputs[:n]
-    return _apart(outputs)
+    n = len(program.tracked)
+    # A saved view of a result would be taken for one with the history of that result.
+    saved = (t.detach() if t._is_view() else t for t in outputs[n:])
+    return _apart([*outputs[:n], *saved])
 
 
 def _set_up(ctx: Any, known: _Known, inputs: Tensors, outputs: Tensors, read: Any) -> None:

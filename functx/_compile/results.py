@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch
+from functx._core import TracingError
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,11 @@ class Alias:
     of_input: bool
     index: int  # of the input or of the result
     is_same: bool  # the same tensor, not a view of it
-    geometry: Any  # shape, strides and offset; ``None`` for those of the result of this call
+    # Shape, strides and offset, and the strides of what it is of; ``None`` for a result of the
+    # graph, which has its own.
+    geometry: Any
     tracked: bool  # with the history of what it is of
+    is_whole: bool = False  # all of it, in its order
 
     def made_of(self, base: Tensor, result: Any) -> Tensor:
         """The result."""
@@ -35,13 +39,20 @@ class Alias:
             return base
         if not self.tracked and base.requires_grad:
             base = base.detach()
-        shape, stride, offset = self.geometry or (
+        shape, stride, offset, expected = self.geometry or (
             result.shape,
             result.stride(),
             result.storage_offset() - base.storage_offset(),
+            base.stride(),
         )
-        if (base.shape, base.stride(), 0) == (shape, stride, offset):
+        if self.is_whole:
             return base.view_as(base)
+        if base.stride() != expected:
+            raise TracingError(
+                "functx.jit: the function returns a view of another result, which a kernel has "
+                f"laid out by strides {base.stride()} and torch's trace by {expected}. Return a "
+                "copy of the view (clone), or only one of them."
+            )
         return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
@@ -152,11 +163,12 @@ def _alias(t: Tensor, base: Tensor, of_input: bool, index: int, dynamic: bool) -
         return Alias(of_input, index, True, None, t.requires_grad)
     if t.dtype != base.dtype:
         return None
-    geometry: Any = None
     if not dynamic:
         offset = t.storage_offset() - base.storage_offset()
-        geometry = torch.Size(t.shape), t.stride(), offset
-    return Alias(of_input, index, False, geometry, t.requires_grad)
+        geometry = torch.Size(t.shape), t.stride(), offset, base.stride()
+        is_whole = (t.shape, t.stride(), offset) == (base.shape, base.stride(), 0)
+        return Alias(of_input, index, False, geometry, t.requires_grad, is_whole)
+    return Alias(of_input, index, False, None, t.requires_grad)
 
 
 def _is_of_function(t: Tensor) -> bool:

@@ -32,9 +32,10 @@ LIBRARIES = {"torch", "functx", "numpy", "jax", "jaxlib", "sympy", "mpmath", "op
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
 _TORCH_NN = os.path.dirname(torch.nn.__file__) + os.sep
-_LOAD_GLOBAL, _LOAD_NAME, _STORE_GLOBAL, _MATCH_CLASS = (
-    dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "MATCH_CLASS")
+_LOAD_GLOBAL, _LOAD_NAME, _STORE_GLOBAL = (
+    dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 )
+_IMPORT_NAME, _MATCH_CLASS = dis.opmap["IMPORT_NAME"], dis.opmap["MATCH_CLASS"]
 _HEAP_TYPE = 1 << 9  # of a class that is made by Python code
 # With these names, code reads attributes by names that it computes.
 _COMPUTED_NAMES = {
@@ -86,10 +87,22 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 @functools.cache
 def globals_in(code: types.CodeType, stored: bool = False) -> frozenset[str]:
     """The globals that a code object reads or sets, or only those that it sets."""
+    if "globals" in code.co_names and not stored:  # globals()["name"]
+        return names_in(code)
     opcodes = {_STORE_GLOBAL} if stored else {_STORE_GLOBAL, _LOAD_GLOBAL, _LOAD_NAME}
     if opcodes.isdisjoint(code.co_code[::2]):
         return frozenset()
     return frozenset(i.argval for i in dis.get_instructions(code) if i.opcode in opcodes)
+
+
+@functools.cache
+def imports_in(code: types.CodeType) -> tuple[str, ...]:
+    """The modules that a code object imports by their full names, and those around them."""
+    if _IMPORT_NAME not in code.co_code[::2]:
+        return ()
+    names = [i.argval for i in dis.get_instructions(code) if i.opcode == _IMPORT_NAME]
+    parts = [name.split(".") for name in names if name]
+    return tuple(".".join(p[: n + 1]) for p in parts for n in range(len(p)))
 
 
 @functools.cache

@@ -25,6 +25,7 @@ import contextvars
 import enum
 import functools
 import operator
+import sys
 import threading
 import types
 import weakref
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 from functx._compile.running import (
     Ran,
     globals_in,
+    imports_in,
     is_library,
     is_library_class,
     is_library_file,
@@ -419,6 +421,9 @@ class Search:
                 elif code in ran.codes:
                     self._in_space(f.__globals__, globals_in(code))
                     self._unbound(f.__globals__, globals_in(code))
+                if ran is None or code in ran.codes:
+                    users = [name for name in imports_in(code) if not is_library(name)]
+                    self._in_space(sys.modules, users)
         for cls in [*self._classes]:
             for k in cls.__mro__:
                 if not is_library_class(k):

@@ -10,7 +10,7 @@ import torch
 import functx
 from functx._core import compiler_warnings
 
-KINDS = ("hooks", "state", "effects", "surroundings", "everyday", "corners")
+KINDS = ("hooks", "state", "effects", "surroundings", "everyday", "corners", "projects")
 
 
 def programs():
