@@ -40,6 +40,7 @@ def compiled(
 
     A plain graph writes to no input and returns none, and so needs no alias of an input.
     """
+    n_kept = traced.keep_draws() if isinstance(backend, str) else 0
     module, examples = traced.module(), traced.examples()
     _note_stages(module.graph)
     notice = noticed("functx.jit: compiling", module.graph)
@@ -50,12 +51,15 @@ def compiled(
             known = compiler.load().lookup_backend(backend) if isinstance(backend, str) else backend
             boxed = _boxed(known(module, examples))
 
+    def ended(results: list[Any]) -> list[Any]:
+        return results[: len(results) - n_kept] if n_kept else results
+
     def call(args: list[Any]) -> list[Any]:
         if is_plain and not _torch.dispatch_depth():
             grad = torch.is_grad_enabled()
             _torch.set_grad_enabled(False)
             try:
-                return [*boxed(args)]
+                return ended([*boxed(args)])
             finally:
                 _torch.set_grad_enabled(grad)
         modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
@@ -67,7 +71,7 @@ def compiled(
             )
         args[:] = [t.detach() if isinstance(t, Tensor) else t for t in args]
         with torch.no_grad():
-            return [*boxed(args)]
+            return ended([*boxed(args)])
 
     return call
 

@@ -49,6 +49,29 @@ class Traced:
         known = [(operator_of(n.target), n.args) for n in calls]
         return any(op.draws and not op.draws_nothing(args) for op, args in known)
 
+    def keep_draws(self) -> int:
+        """Let the graph return random numbers that nothing reads; returns how many.
+
+        A compiler would not draw them, and the generator would not advance.
+        """
+        *nodes, output = self.graph.nodes
+        written = [nodes[i] for i in self.written()]
+        read = {*output.all_input_nodes}
+        for node in reversed(nodes):
+            if node in read or any(x in read or x in written for x in written_by(node)):
+                read |= {node, *node.all_input_nodes}
+        draws = [
+            node
+            for node in nodes
+            if isinstance(node.target, _torch.OpOverload)
+            and operator_of(node.target).draws
+            and not operator_of(node.target).draws_nothing(node.args)
+            and node not in read
+            and isinstance(node.meta.get("val"), Tensor)
+        ]
+        output.args = ([*output.args[0], *draws],)
+        return len(draws)
+
     def written(self, hidden: bool = True) -> list[int]:
         """The inputs whose memory is written, by number; as far as schemas say, if not hidden."""
         memory, written = dict[fx.Node, fx.Node](), set[fx.Node]()
@@ -166,11 +189,22 @@ def _clean(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
         elif getattr(node.target, "namespace", "") == "profiler":  # does nothing to a value
             graph.erase_node(node)
+        elif _is_of_training(node):
+            # In training no running statistics are read. Saved, they would be changed by the next
+            # forward before this backward.
+            node.args = (*node.args[:3], None, None, *node.args[5:])
         elif node.target is aten._new_zeros_with_same_feature_meta.default:
             value = node.meta["val"]
             if 0 in value.stride():  # written next, and like an expanded tensor
                 node.target = aten.new_zeros.default
                 node.args, node.kwargs = (node.args[0], [*value.shape]), {}
+
+
+def _is_of_training(node: fx.Node) -> bool:
+    """Whether a node is the backward of a batch norm in training."""
+    if node.target is aten.cudnn_batch_norm_backward.default:
+        return True
+    return node.target is aten.native_batch_norm_backward.default and node.args[7] is True
 
 
 def _changes_layout(node: fx.Node) -> bool:
