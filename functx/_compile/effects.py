@@ -286,7 +286,7 @@ def sets_gradients() -> TracingError:
     """The error for a function that sets ``.grad``."""
     return TracingError(
         "functx.jit: the function sets .grad of a tensor that it reads, by .backward() or "
-        "zero_grad() say, which a graph can't. Take gradients by functx.grad or "
+        "zero_grad() say, which a graph can't (J4). Take gradients by functx.grad or "
         "torch.autograd.grad, or call these outside."
     )
 
@@ -305,8 +305,8 @@ def settings_kept() -> Iterator[None]:
                 write(value)
     if left:
         raise TracingError(
-            "functx.jit: the function leaves grad mode, a default or a flag of torch changed. Set "
-            "it outside, or for a part of the function (with torch.no_grad(): ...)."
+            "functx.jit: the function leaves grad mode, a default or a flag of torch changed (J4). "
+            "Set it outside, or for a part of the function (with torch.no_grad(): ...)."
         )
 
 
@@ -329,7 +329,7 @@ def refuse_kept(tensors: Iterable[Tensor], owner: Any = None) -> None:
         by = "" if owner is None else f" by {_owner_name(owner)}"
         raise KeptError(
             f"functx.jit: a tensor that the function makes, {t.dtype} of shape {(*t.shape,)}, "
-            f"is kept{by}, where it has no values. Return it; or, if it is a "
+            f"is kept{by}, where it has no values (J4). Return it; or, if it is a "
             "table that a first call fills: clear that, and call the function once before, in "
             "eager. Take torch.nn.utils.parametrizations in place of the weight_norm and "
             "spectral_norm of torch.nn.utils."
@@ -401,12 +401,12 @@ def nothing_drawn(found: Search) -> Iterator[None]:
         if are_seeded():
             raise TracingError(
                 "functx.jit: the function seeds a generator, or sets its state, which a graph "
-                "can't. Do it outside."
+                "can't (J4). Do it outside."
             )
         if any(repr(get()) != repr(state) for (get, _), state in zip(pythons, before)):
             raise TracingError(
                 "functx.jit: the function draws from Python's or NumPy's random, which a graph "
-                "can't. Draw outside, or with torch."
+                "can't (J4). Draw outside, or with torch."
             )
     finally:
         for g, state in zip(generators, states):

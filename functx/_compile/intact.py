@@ -141,9 +141,9 @@ def _are_alike(t: Tensor, value: Any) -> bool:
 
 
 @contextmanager
-def refused_changes(frozen: Iterable[Tensor] = ()) -> Iterator[None]:
+def refused_changes() -> Iterator[None]:
     """The mode `RefusedChanges`, below all others: a mode of a transform may have to be on top."""
-    with placed_below(RefusedChanges(frozen)):
+    with placed_below(RefusedChanges()):
         yield
 
 

@@ -124,7 +124,7 @@ class Jitted:
         if _torch.tracing() or self._in_eager is not None:  # a part of that graph
             return self.function(*args, **kwargs)
         if (cause := around()) is not None:
-            self._tell(f"it runs in eager, inside of {cause}")
+            self._tell(f"it runs in eager, inside of {cause} (J5)")
             return self.function(*args, **kwargs)
         if (_torch.peek_interpreter() is not None or dual_level() >= 0) and is_mapped():
             tell("a jitted function", IN_EAGER)
@@ -204,8 +204,8 @@ class Jitted:
             return
         self._in_eager = change.said
         self._tell(
-            f"it runs in eager, as it changes {change.said}, which a graph can't do at each call. "
-            f"{_WAY_OUT}"
+            f"it runs in eager, as it changes {change.said}, which a graph can't do at each call "
+            f"(J4). {_WAY_OUT}"
         )
 
     # -- by value
@@ -402,8 +402,8 @@ def _returned(program: Program, how: Any, found: Search, name: str) -> list[Any]
         elif not _is_constant(x):
             raise TracingError(
                 f"functx.jit: {name} returns an object that is no pytree, {describe(x)}: a graph "
-                "can't make one at each call. Return tensors, tuples, lists and dicts, or register "
-                "its class (torch.utils._pytree.register_dataclass, register_pytree_node)."
+                "can't make one at each call (J4). Return tensors, tuples, lists and dicts, or "
+                "register its class (torch.utils._pytree.register_dataclass, register_pytree_node)."
             )
     return returned
 

@@ -303,7 +303,7 @@ class Met(Exchange):
 def refused(what: str, remedy: str) -> TracingError:
     """An error that names the line, what the function does there, and what to do."""
     return TracingError(
-        f"functx.jit: at {line_now()} the function {what}, which a graph can't. {remedy}"
+        f"functx.jit: at {line_now()} the function {what}, which a graph can't (J4). {remedy}"
     )
 
 

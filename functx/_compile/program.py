@@ -468,8 +468,8 @@ def _refuse_lost(constants: Tensors) -> None:
         if t.requires_grad or _torch.is_wrapped(t):
             raise TracingError(
                 f"functx.jit: the function reads a tensor that requires grad, {t.dtype} of shape "
-                f"{(*t.shape,)}, where functx.jit can't find it again at the next call. Pass it as "
-                "an argument, or keep it in a module, a variable or a container of Python's."
+                f"{(*t.shape,)}, where functx.jit can't find it again at the next call (J2). Pass "
+                "it as an argument, or keep it in a module, a variable or a container of Python's."
             )
 
 

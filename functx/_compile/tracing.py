@@ -139,8 +139,9 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
                 raise
             raise TracingError(
                 f"functx.jit: at {line_now(error)} the function reads the "
-                f"value of a tensor in Python ({error}), which a graph can't. Compute with the "
-                "tensor (torch.where, masks), or pass the value as an argument that is no tensor."
+                f"value of a tensor in Python ({error}), which a graph can't (J4). Compute with "
+                "the tensor (torch.where, masks), or pass the value as an argument that is no "
+                "tensor."
             ) from error
     for node in cotangents:
         node.args = ([],)
