@@ -44,7 +44,8 @@ def compiled(
     module, examples = traced.module(), traced.examples()
     _note_stages(module.graph)
     notice = noticed("functx.jit: compiling", module.graph)
-    with notice, _torch.without_dispatch_modes(), torch.no_grad():
+    # Casts of autocast are in the graph; others would be added to what runs without autocast.
+    with notice, _torch.without_dispatch_modes(), torch.no_grad(), _torch.without_autocast():
         if backend == "inductor":
             boxed = compiler.inductor(module, examples, INDUCTOR)
         else:
@@ -55,7 +56,7 @@ def compiled(
         return results[: len(results) - n_kept] if n_kept else results
 
     def call(args: list[Any]) -> list[Any]:
-        if is_plain and not _torch.dispatch_depth():
+        if is_plain and not _torch.dispatch_depth() and not _torch.any_autocast():
             grad = torch.is_grad_enabled()
             _torch.set_grad_enabled(False)
             try:
@@ -70,7 +71,7 @@ def compiled(
                 'use backend="aot_eager", which saves the same.'
             )
         args[:] = [t.detach() if isinstance(t, Tensor) else t for t in args]
-        with torch.no_grad():
+        with torch.no_grad(), _torch.without_autocast():
             return ended([*boxed(args)])
 
     return call

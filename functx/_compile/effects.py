@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from functx import _torch
@@ -146,9 +146,8 @@ class Before:
                 cache.cache_clear()
 
 
-_ITERATORS = tuple(
-    type(iter(x)) for x in ([], (), range(0), {}, {}.values(), {}.items(), "", (0 for _ in ()))
-)
+_CONTAINERS: Any = [[], (), range(0), {}, {}.values(), {}.items(), "", (0 for _ in ())]
+_ITERATORS = tuple(type(iter(x)) for x in _CONTAINERS)
 
 
 def _position(x: Any) -> Any:
@@ -159,17 +158,18 @@ def _position(x: Any) -> Any:
 
 def _changes_in(box: Any, before: Any, owner: Any) -> Iterator[Change]:
     if isinstance(before, dict):
-        now = box if type(box) is types.MappingProxyType else dict(dict.items(box))
+        is_proxy = type(box) is types.MappingProxyType
+        now: Any = box if is_proxy else dict(dict.items(box))
         for key in [*before, *(k for k in now if k not in before)]:
             old, new = before.get(key, MISSING), now.get(key, MISSING)
             if old is not new:
                 yield Change(owner, key, old, new, _setter(owner_of(box, owner), key, old))
         return
     base: Any = next(b for b in (list, set, collections.deque) if isinstance(box, b))
-    now = [*base.__iter__(box)]
-    is_same = len(now) == len(before) and all(a is b for a, b in zip(now, before))
+    items = [*base.__iter__(box)]
+    is_same = len(items) == len(before) and all(a is b for a, b in zip(items, before))
     if base is set:
-        is_same = {*map(id, now)} == {*map(id, before)}
+        is_same = {*map(id, items)} == {*map(id, before)}
     if not is_same:
 
         def undo() -> None:
@@ -177,8 +177,8 @@ def _changes_in(box: Any, before: Any, owner: Any) -> Iterator[Change]:
             (base.update if base is set else base.extend)(box, before)
 
         key = f"the items of a {base.__name__}"
-        new = [v for v in now if all(v is not b for b in before)]
-        yield Change(owner, key, before, new or now, undo)
+        new = [v for v in items if all(v is not b for b in before)]
+        yield Change(owner, key, before, new or items, undo)
 
 
 def owner_of(box: Any, owner: Any) -> Any:
@@ -245,7 +245,7 @@ def watched(before: Before, repeats: bool = False) -> Iterator[None]:
         Changed: It changes plain values.
     """
     found = before.found
-    if any(issubclass(type(t), UninitializedTensorMixin) for t in found.tensors):
+    if any(map(is_lazy, found.tensors)):
         raise TracingError(
             "functx.jit: a lazy module has no parameters yet: call it once in eager before."
         )
@@ -374,7 +374,10 @@ def nothing_drawn(found: Search) -> Iterator[None]:
         g.manual_seed(_SEED + i)
     own = [g.get_state() for g in generators]
     others = [x for x in found.held if isinstance(x, random.Random)]
-    pythons = [(random.getstate, random.setstate), *((x.getstate, x.setstate) for x in others)]
+    pythons: list[Any] = [
+        (random.getstate, random.setstate),
+        *((x.getstate, x.setstate) for x in others),
+    ]
     if (numpy := sys.modules.get("numpy")) is not None:
         pythons.append((numpy.random.get_state, numpy.random.set_state))
     for x in found.held:  # generators of NumPy's
@@ -403,7 +406,7 @@ def nothing_drawn(found: Search) -> Iterator[None]:
                 "functx.jit: the function seeds a generator, or sets its state, which a graph "
                 "can't (J4). Do it outside."
             )
-        if any(repr(get()) != repr(state) for (get, _), state in zip(pythons, before)):
+        if any(repr(get()) != repr(kept) for (get, _), kept in zip(pythons, before)):
             raise TracingError(
                 "functx.jit: the function draws from Python's or NumPy's random, which a graph "
                 "can't (J4). Draw outside, or with torch."
@@ -411,5 +414,5 @@ def nothing_drawn(found: Search) -> Iterator[None]:
     finally:
         for g, state in zip(generators, states):
             g.set_state(state)
-        for (_, put), state in zip(pythons, before):
-            put(state)
+        for (_, put), kept in zip(pythons, before):
+            put(kept)

@@ -17,7 +17,7 @@ from torch import Tensor
 from functx._compile.search import CELL, CODE, FIXED, ITEM, Search
 
 _ERRORS = KeyError, IndexError, ValueError, AttributeError, TypeError
-_is, _get, _call = operator.is_, operator.getitem, operator.call  # type: ignore[attr-defined]
+_is, _get, _call = operator.is_, operator.getitem, operator.call
 
 
 class Guards:
@@ -29,7 +29,7 @@ class Guards:
         cells = [r[1:] for r in found.reads if r[0] is CELL]
         codes = [r[1:] for r in found.reads if r[0] is CODE]
         reads = [r for r in found.reads if r[0] not in (CELL, CODE)]
-        checks = [
+        checks: list[Any] = [
             (_are_falsy, _columns(found.falsy)),
             (_are_empty, (tuple(found.empty),) if found.empty else ()),
             (_have_lengths, _columns(found.lengths)),
@@ -42,7 +42,7 @@ class Guards:
             (_are_absent, _columns(found.absent)),
             (_are_equal, _columns(found.values)),
         ]
-        self._checks = [(check, columns) for check, columns in checks if columns]
+        self._checks: Any = [(check, columns) for check, columns in checks if columns]
         self._slots(found)
 
     def _slots(self, found: Search) -> None:
@@ -79,7 +79,7 @@ class Guards:
             return None
 
     def _tensors(self) -> Sequence[Tensor] | None:
-        tensors = [*map(_get, *self._in_items)]
+        tensors: list[Any] = [*map(_get, *self._in_items)]
         for function, x in self._in_reads:
             tensors.append(function(x))
         if self._order is not None:

@@ -280,7 +280,7 @@ class Jitted:
             program = Program(flat, inputs, dynamic, torch.is_grad_enabled(), before.settle)
         program.compile(self.backend)
         self._filled = False
-        ran = Ran(codes)
+        ran: Ran | None = Ran(codes)
         found = Search(roots, ran)
         slots = {id(t): i for i, t in enumerate(found.tensors)}
         used = program.captured()
@@ -386,7 +386,6 @@ def _returned(program: Program, how: Any, found: Search, name: str) -> list[Any]
     Raises:
         TracingError: It returns an object that it has made.
     """
-    program.returns_arguments = False
     if program.rest is None:
         return []
     others = program.rest[1]
@@ -441,7 +440,7 @@ def _mark_parameters(given: Sequence[Tensor], arguments: Sequence[Tensor]) -> No
     """Let a stand-in for a parameter be one to ``isinstance``."""
     for t, argument in zip(given, arguments):
         if isinstance(argument, torch.nn.Parameter) and t is not argument:
-            t._is_param = True  # type: ignore[attr-defined]
+            t._is_param = True
 
 
 _is_tensor = frozenset({Tensor, torch.nn.Parameter}).__contains__

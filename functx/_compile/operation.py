@@ -74,9 +74,7 @@ def run(program: Program, call: Callable[[], Call], inputs: Tensors) -> list[Ten
         return program.finished(program.run(program.given(inputs), inputs), inputs)
     known = _Known(program, call, inputs)
     if program.without:
-        given = [*inputs]
-        for i in program.without:
-            given[i] = given[i].detach()
+        given: Tensors = [t.detach() if i in program.without else t for i, t in enumerate(inputs)]
     else:
         given = inputs
     if is_at_base and torch.is_grad_enabled():
@@ -286,7 +284,7 @@ def _differentiated(known: _Known, inputs: Tensors, roots: Tensors, needs: Any) 
     flat = _pullback(program, call, first, wanted)
     if is_mapped():
         tell("a jitted function", IN_EAGER)
-        found = iter(flat(given, None).results)
+        found = iter(flat(given, given.__getitem__).results)
         return [next(found) if want else None for want in wanted]
     pulled = replace(call, flat=flat, captured=())
     ours = program_for(program.pullbacks, wanted, pulled, given, len(inputs))

@@ -176,8 +176,9 @@ class Program:
     ) -> None:
         self.n, self.dynamic, self.copied = len(inputs.tensors), dynamic, set[int]()
         self.records = records
-        tracked, found = list[bool](), list[int]()
-        real: list[int] = []
+        tracked, found, real = list[bool](), list[int](), list[int]()
+        self.returns_arguments = False
+        run: Any = None
 
         def joint(cotangent_of: Any, *given: Tensor) -> list[Tensor]:
             nonlocal run
@@ -192,7 +193,6 @@ class Program:
             found.extend(gradients)
             return [t.detach() for t in (*outputs, *gradients.values())]
 
-        run: Any = None
         while True:
             with _torch.cleared_interpreter_stack():
                 traced = trace(joint, inputs.tensors, dynamic)
@@ -402,7 +402,7 @@ def met_themselves(roots: Tensors, captured: Mapping[int, Tensor]) -> list[int]:
         TracingError: One is computed of another one, so that gradients would be mixed; or has hooks
             that would run in the trace.
     """
-    on_tape = {*tape_of(roots, 0)}
+    on_tape = {*tape_of([*roots], 0)}
     leaves = {id(getattr(node, "variable", None)) for node in on_tape}
     found = [
         i

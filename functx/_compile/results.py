@@ -191,7 +191,7 @@ def _overlap(tensors: Sequence[Tensor]) -> bool:
     return any(end > start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
-def span(t: Tensor) -> tuple[int, int]:
+def span(t: Tensor) -> tuple[Any, Any]:
     """The first element of a tensor in its memory, and the one after the last."""
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
     start = t.storage_offset()

@@ -173,7 +173,7 @@ def _monitored(tool: int, add: Callable[[types.CodeType], None]) -> Iterator[Non
 def _traced(add: Callable[[types.CodeType], None]) -> Iterator[None]:
     before = sys.gettrace()
 
-    def called(frame: types.FrameType, event: str, arg: Any) -> Any:
+    def called(frame: types.FrameType, event: Any, arg: Any) -> Any:
         add(frame.f_code)
         return None if before is None else before(frame, event, arg)
 

@@ -81,14 +81,14 @@ class Search:
     """
 
     def __init__(self, roots: Iterable[Any], ran: Ran | None = None) -> None:
-        self.ran, roots = ran, [*roots]
-        self._search(roots)
-        while ran is not None and not self._named_by_objects <= self.ran.names:
-            self.ran = self.ran.with_names(self._named_by_objects)
-            self._search(roots)
+        roots = [*roots]
+        self._search(roots, ran)
+        while ran is not None and not self._named_by_objects <= ran.names:
+            ran = ran.with_names(self._named_by_objects)
+            self._search(roots, ran)
 
-    def _search(self, roots: Sequence[Any]) -> None:
-        ran = self.ran
+    def _search(self, roots: Sequence[Any], ran: Ran | None) -> None:
+        self.ran = ran
         self.tensors: list[Tensor] = []
         self.slots: list[list[Place]] = []  # of each tensor
         self.key: list[Any] = []

@@ -183,6 +183,7 @@ DynamicOutputShapeException = _fake_tensor.DynamicOutputShapeException
 
 # -- autocast, of which the public context keeps a depth that an interrupt would leave behind
 any_autocast = _C._is_any_autocast_enabled
+without_autocast = _C._DisableAutocast  # of all devices; the public context is for one
 
 # -- tracing: graphs inside of graphs, and values that stand for what a node gives
 unset_mode = _C._unset_dispatch_mode

@@ -334,3 +334,18 @@ def static_method_class(jit):
     A.k = 3.0
     r.append(f(values(3)))
     return r
+
+
+@program
+def autocast_off_inside(jit):
+    w = torch.ones(3, 3, requires_grad=True)
+
+    def f(x):
+        with torch.autocast("cpu", enabled=False):
+            a = x @ (w / 3)
+        return a, x @ w
+
+    jitted, x = jit(f), torch.arange(9.0).reshape(3, 3) / 7
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        a, b = jitted(x)
+        return [a, b, *gradients(a.sin(), w), *jitted(x)]
