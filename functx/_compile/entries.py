@@ -168,9 +168,13 @@ class Entry:
             return None
         return state
 
-    def is_intact(self) -> bool:
-        """Whether all that is guarded is still the same."""
-        return self._guards.read() is not None
+    def is_intact(self, state: Sequence[Tensor]) -> bool:
+        """Whether all that is guarded is still the same, and these are the tensors of the state."""
+        found = self._guards.read()
+        if found is None:
+            return False
+        found = found if self._pick is None else self._pick(found)
+        return [*map(id, found)] == [*map(id, state)]
 
     def _hold_for(self, every: Sequence[Tensor]) -> bool:
         if alike(every) != (self._alike or (*range(len(every)),)):

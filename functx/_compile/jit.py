@@ -7,7 +7,7 @@ import enum
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MethodType, ModuleType
+from types import CodeType, MethodType, ModuleType
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -20,7 +20,7 @@ from functx._compile.intact import placed_below
 from functx._compile.met import Exchange, Met
 from functx._compile.operation import IN_EAGER, Call, is_mapped, run
 from functx._compile.program import MAKING, Inputs, Outcome, Program, check_class
-from functx._compile.running import Ran, noted
+from functx._compile.running import Ran, noted, type_of_tensor_in
 from functx._compile.search import PLAIN, Search
 from functx._compile.surroundings import alike, around, base_of, described, surroundings
 from functx._core import (
@@ -176,7 +176,7 @@ class Jitted:
         flat = functools.partial(self._flat, how, state, (), _statics(how[1]), None)
         call = Call(flat, self.backend, dynamic, state)
         call.real = {program.n + k: t for k, t in enumerate(state) if t.requires_grad}
-        call.check = functools.partial(self._check, how, entry)
+        call.check = functools.partial(self._check, how, entry, state)
         roots = (self.function, *_statics(how[1]))
         call.watch = lambda: watched(Before(Search(roots)))
         return call
@@ -281,6 +281,7 @@ class Jitted:
         program.compile(self.backend)
         self._filled = False
         ran: Ran | None = Ran(codes)
+        check_types(codes)
         found = Search(roots, ran)
         slots = {id(t): i for i, t in enumerate(found.tensors)}
         used = program.captured()
@@ -307,16 +308,19 @@ class Jitted:
         what = changed[0] if changed else "what code runs"
         self._tell(f"the eighth trace, as what is no tensor changes: {what}. {_WAY_OUT}")
 
-    def _check(self, how: Any, entry: Entry) -> None:
+    def _check(self, how: Any, entry: Entry, state: Sequence[Tensor]) -> None:
         """Refuse to run the function once more, for a derivative, if its state has changed."""
-        if entry.is_intact():
+        if entry.is_intact(state):
             return
-        roots, known = (self.function, *_statics(how[1])), entry.known
-        if Search(roots, known.ran).key != known.key[0]:
+        known = entry.known
+        found = Search((self.function, *_statics(how[1])), known.ran)
+        tensors = [found.tensors[i] for i in known.read] if found.key == known.key[0] else []
+        if [*map(id, tensors)] != [*map(id, state)]:
             raise TracingError(
-                "functx.jit: a pullback is differentiated, and computes the function again, but a "
-                "value that the function reads has changed since (a flag or a number of an object, "
-                "say). Differentiate before that, or put functx.jit around the whole derivative."
+                "functx.jit: a pullback is differentiated, and computes the function again, but "
+                "something that the function reads has been replaced since (a flag, a number or a "
+                "tensor of an object, say). Differentiate before that, or put functx.jit around "
+                "the whole derivative (J1)."
             )
 
     # -- in a trace
@@ -345,6 +349,7 @@ class Jitted:
             placed_below(met),
             graphs.exchanging(met.standin),
             settings_kept(),
+            graphs.refusing(),
             noting,
         ):
             _mark_parameters(given, arguments)
@@ -413,6 +418,17 @@ def _is_constant(x: Any) -> bool:
         return all(type(v) in PLAIN for v in x)
     is_number = type(x).__module__ == "numpy" and type(x).__name__ != "ndarray"
     return is_number or type(x).__name__ in ("PyTreeSpec", "TreeSpec") or type(x) is slice
+
+
+def check_types(codes: set[CodeType]) -> None:
+    """Refuse ``type(x) is torch.Tensor``: in a trace a tensor is of a derived class."""
+    for code in codes:
+        if (line := type_of_tensor_in(code)) is not None:
+            raise TracingError(
+                f"functx.jit: at {code.co_filename}:{line} the function compares type(x) with a "
+                "class of tensors, and in a trace tensors are of a derived class (J1). Use "
+                "isinstance(x, torch.Tensor)."
+            )
 
 
 def _statics(others: Any) -> tuple[Any, ...]:

@@ -214,7 +214,9 @@ class Met(Exchange):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (said := self._refused(func, args, kwargs)) is not None:
-            raise TracingError(f"functx.jit: at {line_now()} the function {said}.")
+            raise graphs.note_refusal(
+                TracingError(f"functx.jit: at {line_now()} the function {said}.")
+            )
         if args and isinstance(args[0], Tensor):
             self._check(func, args, kwargs)
             if func in _LEAFNESS and id(args[0]) in self.numbers:
@@ -277,20 +279,15 @@ class Met(Exchange):
             self.ask(has_gradient, t)
 
     def _check_values(self, name: str, t: Tensor) -> None:
-        value = t
-        while _torch.is_wrapped(value):
-            value = _torch.inner_of(value)
-        is_real = not isinstance(value, _torch.FakeTensor)
-        is_input = id(t) in self.numbers or id(t) in self._arguments
-        if name in _STORAGES:
-            if is_input and _is_called_by_the_user():
-                raise refused(f"takes the storage of a tensor ({name})", "Do that outside.")
-        elif is_real:
+        if name not in _STORAGES:
             raise refused(
                 f"reads the value of a tensor in Python ({name})",
                 "Compute with the tensor (torch.where, masks), or pass the value as an argument "
                 "that is no tensor.",
             )
+        is_input = id(t) in self.numbers or id(t) in self._arguments
+        if is_input and _is_called_by_the_user():
+            raise refused(f"takes the storage of a tensor ({name})", "Do that outside.")
 
     def _check_generator(self, generator: Any) -> None:
         if isinstance(generator, torch.Generator) and id(generator) not in self._generators:
@@ -302,9 +299,11 @@ class Met(Exchange):
 
 def refused(what: str, remedy: str) -> TracingError:
     """An error that names the line, what the function does there, and what to do."""
-    return TracingError(
+    error = TracingError(
         f"functx.jit: at {line_now()} the function {what}, which a graph can't (J4). {remedy}"
     )
+    graphs.note_refusal(error)
+    return error
 
 
 def _name(func: Any) -> str:

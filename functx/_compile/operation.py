@@ -226,6 +226,9 @@ class _AtBase(_torch.SingleLevelFunction):
         for i, *_ in program.reshaped:  # the call changes what it is, but not what is saved
             given[i] = inputs[i].data
         read = [given[i] for i in program.reads]
+        if program.copied_back:  # of which the backward reads the sizes alone
+            written = {id(inputs[i]) for i in program.copied_back}
+            read = [t.data if id(t) in written else t for t in read]
         outputs = _forward(known, given, inputs)
         _set_up(ctx, known, inputs, outputs, read)
         return outputs

@@ -112,6 +112,24 @@ def with_inner(code: types.CodeType) -> tuple[types.CodeType, ...]:
     return (code, *(found for c in inner for found in with_inner(c)))
 
 
+@functools.cache
+def type_of_tensor_in(code: types.CodeType) -> int | None:
+    """The line where a user's code compares ``type(x)`` with a class of tensors, if it does."""
+    if "type" not in code.co_names or is_library_file(code.co_filename):
+        return None
+    if {"Tensor", "Parameter"}.isdisjoint(code.co_names):
+        return None
+    instructions = [*dis.get_instructions(code)]
+    for i, instruction in enumerate(instructions):
+        if instruction.opname not in ("IS_OP", "COMPARE_OP", "CONTAINS_OP"):
+            continue
+        near = {x.argval for x in instructions[max(i - 12, 0) : i] if type(x.argval) is str}
+        if "type" in near and near & {"Tensor", "Parameter"}:
+            lines = (x.starts_line for x in instructions[i::-1] if x.starts_line)
+            return int(next(lines, code.co_firstlineno))
+    return None
+
+
 class Ran:
     """The code that has run in a trace, as far as it can read state of the user's."""
 
@@ -124,6 +142,12 @@ class Ran:
         self.names = by_users.union(*map(names_in, of_modules))
         matches = any(_MATCH_CLASS in c.co_code[::2] for c in named)  # by ``__match_args__``
         self.computes_names = matches or not by_users.isdisjoint(_COMPUTED_NAMES)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ran) and (self.codes, self.names) == (other.codes, other.names)
+
+    def __hash__(self) -> int:
+        return hash((self.codes, self.names))
 
     def with_names(self, names: Iterable[str]) -> Ran:
         """The same code, and further names."""

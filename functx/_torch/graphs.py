@@ -67,9 +67,32 @@ class _Thread(threading.local):
     """What stands for captured tensors in the trace of this thread."""
 
     standin: Callable[[torch.Tensor], torch.Tensor] | None = None
+    refusals: list[Exception]  # of the trace under way, also those that the function catches
 
 
 _thread = _Thread()
+
+
+def note_refusal(error: Exception) -> Exception:
+    """Let the trace under way end in an error, though the function catches it."""
+    if hasattr(_thread, "refusals"):
+        _thread.refusals.append(error)
+    return error
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Around a function in a trace: raise the first error that was noted in it."""
+    before, _thread.refusals = getattr(_thread, "refusals", None), []
+    try:
+        yield
+        if _thread.refusals:
+            raise _thread.refusals[0]
+    finally:
+        if before is None:
+            del _thread.refusals
+        else:
+            _thread.refusals = before
 
 
 @contextmanager
@@ -108,9 +131,9 @@ class _NothingIsReal(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
-            raise _torch.DataDependentOutputException(func)
+            raise note_refusal(_torch.DataDependentOutputException(func))
         if torch.Tag.dynamic_output_shape in func.tags and not _is_by_numbers(func, args):
-            raise _torch.DynamicOutputShapeException(func)
+            raise note_refusal(_torch.DynamicOutputShapeException(func))
         if torch.Tag.nondeterministic_seeded in func.tags:
             for ask in _asked_at_draws:
                 ask()

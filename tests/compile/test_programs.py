@@ -1,5 +1,6 @@
 """Each small program gives under `functx.jit` what it gives in eager, or says why not (J1)."""
 
+import functools
 import importlib
 import random
 import warnings
@@ -10,7 +11,18 @@ import torch
 import functx
 from functx._core import compiler_warnings
 
-KINDS = ("hooks", "state", "effects", "surroundings", "everyday", "corners", "projects", "habits")
+KINDS = (
+    "hooks",
+    "state",
+    "effects",
+    "surroundings",
+    "everyday",
+    "corners",
+    "projects",
+    "habits",
+    "traps",
+    "models",
+)
 
 
 def programs():
@@ -36,7 +48,7 @@ def run(program, jit):
     torch.manual_seed(0)
     random.seed(0)
     try:
-        return seen(program.run(lambda f=None: jit if f is None else jit(f)))
+        return seen(program.run(lambda f=None, **options: jit if f is None else jit(f, **options)))
     except Exception as error:
         return error
 
@@ -45,10 +57,10 @@ def run(program, jit):
 @pytest.mark.parametrize("program", [*programs()])
 def test_a_program_gives_what_it_gives_in_eager_or_says_why_not(program, monkeypatch):
     monkeypatch.setattr(compiler_warnings, "_told", set())  # of other tests
-    expected = run(program, lambda f: f)
+    expected = run(program, lambda f, **_: f)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = run(program, lambda f: functx.jit(f, backend=lambda module, _: module))
+        found = run(program, functools.partial(functx.jit, backend=lambda module, _: module))
     said = [str(w.message) for w in caught if "runs in eager" in str(w.message)]
     if program.outcome == "refused":
         assert isinstance(found, functx.TracingError), found
