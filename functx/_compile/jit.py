@@ -173,7 +173,7 @@ class Jitted:
     def _call(self, how: Any, entry: Entry, state: Sequence[Tensor]) -> Call:
         program = entry.program
         dynamic = self.dynamic and not self._needs_numbers
-        flat = functools.partial(self._flat, how, state, (), _statics(how[1]), None)
+        flat = functools.partial(self._flat, how, state, (), _statics(how[1]), None, False)
         call = Call(flat, self.backend, dynamic, state)
         call.real = {program.n + k: t for k, t in enumerate(state) if t.requires_grad}
         call.check = functools.partial(self._check, how, entry, state)
@@ -263,7 +263,8 @@ class Jitted:
         captured = before.found.tensors
         codes: set[Any] = set()
         generators = [*before.found.generators, *_statics(how[1])]
-        flat = functools.partial(self._flat, how, captured, tensors, generators, codes)
+        inside = _torch.functorch_depth() > 0
+        flat = functools.partial(self._flat, how, captured, tensors, generators, codes, inside)
         numbers = {id(t): k for k, t in enumerate(captured)}
         n = len(tensors)
         inputs = Inputs(
@@ -332,6 +333,7 @@ class Jitted:
         arguments: Sequence[Tensor],
         generators: Sequence[Any],
         codes: set[Any] | None,
+        inside: bool,
         given: Sequence[Tensor],
         standin: Any,
     ) -> Outcome:
@@ -342,7 +344,7 @@ class Jitted:
             met: Any = Exchange(captured, standin, given)
             with placed_below(met), graphs.exchanging(met.standin):
                 return Outcome(tree.partition(self.function(*args, **kwargs))[0], met=met)
-        met = Met(captured, standin, given, arguments, generators)
+        met = Met(captured, standin, given, arguments, generators, inside)
         noting = contextlib.nullcontext() if codes is None else noted(codes)
         with (
             sharding.watching(name, TracingError),

@@ -174,6 +174,7 @@ class Met(Exchange):
         given: The arguments in the trace.
         arguments: The arguments of the call, if they are at hand.
         generators: Those that the search has found.
+        inside: Whether the call is inside of a transform.
     """
 
     def __init__(
@@ -183,9 +184,10 @@ class Met(Exchange):
         given: Sequence[Tensor],
         arguments: Sequence[Tensor],
         generators: Iterable[torch.Generator],
+        inside: bool,
     ) -> None:
         super().__init__(captured, standin, given)
-        self._real = arguments
+        self._real, self._inside = arguments, inside
         self._arguments = {id(t): i for i, t in enumerate(given) if id(t) not in self.numbers}
         self._generators = {id(g) for g in generators}
         self.reshaped: list[tuple[int, Any, Any, Any]] = []  # argument, function, arguments of it
@@ -196,7 +198,7 @@ class Met(Exchange):
         return t if _torch.proxy_mode() is None else super().standin(t)
 
     def _not_found(self, t: Tensor) -> Tensor:
-        if _torch.is_wrapped(t):
+        if self._inside and _torch.is_wrapped(t):
             self._check_level(t)
         return t
 
