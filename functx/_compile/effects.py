@@ -1,12 +1,12 @@
-"""What a function does beside its result, in a trace (J1, J4).
+"""Finds and undoes what a function does in a trace in addition to its result (J1, J4).
 
-What the function reaches is noted before a trace, and compared afterwards. A tensor of the trace
-that has been left somewhere is an error. A plain value that has changed (a counter) means that the
-function can't be a graph: it runs in eager from then on. In both cases all is put back first, so
-that a trace has no effects. Seeds and states of generators are compared where the function draws,
-and at the end.
+functx notes all that the function reaches before a trace, and compares it afterwards. A tensor of
+the trace that has been left somewhere is an error. A plain value that has changed (a counter) means
+that the function can't be a graph, and runs in eager from then on. In both cases everything is put
+back first, so that a trace has no effects. Seeds and states of generators are compared where the
+function draws, and at the end.
 
-What this does not do: what the search does not reach is neither compared nor put back.
+A limit: objects that the search does not reach are neither compared nor put back.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _setter(box: Any, key: Any, value: Any) -> Callable[[], None]:
 
 
 def _writer(function: Any, x: Any, value: Any) -> Callable[[], None] | None:
-    """What puts a value back into a cell or a slot."""
+    """A function that puts a value back into a cell or a slot."""
     if function is CELL or function is in_cell:
 
         def put() -> None:

@@ -1,4 +1,4 @@
-"""What a jitted function remembers: programs, by value, and calls that ran them, by identity.
+"""The memory of a jitted function: its programs, and the calls that have run them.
 
 A *program* serves all calls whose arguments and state are equal by value. An *entry* is one such
 call: it holds for another call if the arguments are alike and all that it guards is still the same
@@ -53,7 +53,7 @@ class Entries(list[Any]):
 
 @dataclass
 class Known:
-    """A program, and what must be equal for it: the state, and what is returned as it is."""
+    """A program, with the state that a call must have for it, and objects that it returns."""
 
     program: Program
     ran: Ran | None  # what the search follows; ``None`` for everything
@@ -206,7 +206,7 @@ def _same_as(value: Any, dead: Callable[[Any], Any]) -> Callable[[Any], bool]:
         return functools.partial(_is_equal, value, kind)
     try:
         return functools.partial(_is_object, weakref.ref(value, dead))
-    except TypeError:  # there are no weak references to it
+    except TypeError:  # its class allows no weak references
         return lambda x: x is value
 
 

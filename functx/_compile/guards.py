@@ -21,7 +21,7 @@ _is, _get, _call = operator.is_, operator.getitem, operator.call
 
 
 class Guards:
-    """What a search has found, as columns."""
+    """The guards and slots of a search, as columns."""
 
     def __init__(self, found: Search, weakly: Container[int] = ()) -> None:
         """``weakly`` are the ids of objects that the caller compares, and which may die."""

@@ -211,7 +211,7 @@ class Jitted:
     # -- by value
 
     def _key(self, tensors: Any, how: Any, settings: Any) -> Any:
-        """What a call is, apart from the state: arguments and surroundings."""
+        """The arguments and surroundings of a call, by value."""
         spec, others = how
         sized = not (self.dynamic and not self._needs_numbers)
         hashed = tuple(None if o is None else _by_value(o[0]) for o in others)
@@ -378,7 +378,7 @@ class Jitted:
 
 @dataclass(frozen=True)
 class Argument:
-    """In place of a result: an argument that is no tensor, returned as it is."""
+    """Stands for a result that is one of the arguments, and not a tensor."""
 
     index: int
 
@@ -434,7 +434,7 @@ def check_types(codes: set[CodeType]) -> None:
 
 
 def _statics(others: Any) -> tuple[Any, ...]:
-    """The arguments that are no tensors."""
+    """The arguments that are not tensors."""
     return tuple(other[0] for other in others if other is not None)
 
 
@@ -450,7 +450,7 @@ def _is_size(x: Any) -> bool:
 
 
 def _as_numbers(x: Any) -> Any:
-    """What is returned beside tensors, with numbers for symbolic sizes."""
+    """A returned value that is not a tensor, with numbers in place of symbolic sizes."""
     return torch.Size(map(graphs.number, x)) if _is_size(x) else graphs.number(x)
 
 
@@ -466,7 +466,7 @@ _is_tensor = frozenset({Tensor, torch.nn.Parameter}).__contains__
 
 @functools.cache
 def _how_of_tensors(n: int) -> Any:
-    """What `tree.partition` says of a call with so many tensors, and nothing else."""
+    """The second result of `tree.partition` for a call with ``n`` tensors and nothing else."""
     return tree.partition(((torch.empty(()),) * n, {}))[1]
 
 

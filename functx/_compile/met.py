@@ -1,4 +1,4 @@
-"""What a trace meets: tensors that were there before it, and what the function does to them.
+"""Handles the tensors that a trace meets, and refuses what a graph can't do to them.
 
 NOTE [stand-ins]
 A tensor that the function captures (J2) has hooks, a tape and values, and none of these belong into
@@ -76,11 +76,11 @@ class Exchange(RefusedChanges):
         self.numbers = {id(t): i for i, t in enumerate(captured)}
         self.hooked: list[Tensor] = []  # tensors of the trace
         self._computed: dict[int, Tensor] = {}  # those met that are not leaves, by number
-        # What the trace has asked of captured tensors, by number, and the answer:
+        # Questions that the trace has asked about captured tensors, by number, and the answers:
         self.asked: dict[tuple[int, Callable[[Tensor], Any]], Any] = {}
 
     def standin(self, t: Tensor) -> Tensor:
-        """What stands for a captured tensor; any other one is itself."""
+        """The stand-in of a captured tensor; any other tensor as it is."""
         number = self.numbers.get(id(t))
         if number is None:
             return self._not_found(t)
@@ -194,7 +194,7 @@ class Met(Exchange):
         self.asked_leafness = self.asked_offset = False
 
     def standin(self, t: Tensor) -> Tensor:
-        """What stands for a captured tensor, as far as this is the trace (and no plan inside)."""
+        """The stand-in of a captured tensor, unless a plan inside of the trace is asking."""
         return t if _torch.proxy_mode() is None else super().standin(t)
 
     def _not_found(self, t: Tensor) -> Tensor:

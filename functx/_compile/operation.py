@@ -87,7 +87,7 @@ def run(program: Program, call: Callable[[], Call], inputs: Tensors) -> list[Ten
 
 @dataclass
 class _Known:
-    """What an operation knows in addition to tensors."""
+    """The data of one operation in addition to its tensors."""
 
     program: Program
     call: Callable[[], Call]
@@ -202,7 +202,7 @@ _version: Any = operator.attrgetter("_version")
 def _versions(tensors: Tensors) -> list[int]:
     try:
         return [*map(_version, tensors)]
-    except RuntimeError:  # those of inference mode have none
+    except RuntimeError:  # tensors of inference mode have no version
         return [0 if t.is_inference() else t._version for t in tensors]
 
 

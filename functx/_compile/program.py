@@ -40,7 +40,7 @@ MAKING = threading.RLock()  # torch traces and compiles in one thread at a time
 
 @dataclass
 class Outcome:
-    """What a function has done in a trace."""
+    """The results of a function in a trace, and the mode that has watched it."""
 
     results: Tensors
     rest: Any = None  # of what it returned, beside tensors
@@ -53,7 +53,7 @@ Flat = Callable[[Tensors, Callable[[int], Tensor]], Outcome]
 
 @dataclass
 class Inputs:
-    """What a trace begins with."""
+    """The inputs of a trace."""
 
     tensors: Tensors  # arguments, at the base level
     tracked: Sequence[bool]  # which arguments require grad, at any level
@@ -95,7 +95,7 @@ class Run:
         return t
 
     def standin(self, k: int) -> Tensor:
-        """What stands for a captured tensor."""
+        """The stand-in of a captured tensor."""
         number, t = self.n + k, self._inputs.captured[k]
         if number not in self.begun:
             check_class(t)
@@ -291,7 +291,7 @@ class Program:
         return self.holds_for(tensors)
 
     def given(self, inputs: Sequence[Any]) -> list[Any]:
-        """What the forward is given: arguments, and then captured tensors and constants."""
+        """The inputs of the forward graph: arguments, then captured tensors and constants."""
         if self._all_in_order is None:
             numbers = [s for s in self.sources if isinstance(s, int)]
             self._all_in_order = numbers == [*range(self.n, self.n + len(self.sources))]
@@ -329,7 +329,7 @@ class Program:
         return self.sharing.made(outputs, inputs)
 
     def pull_back(self, args: list[Any], n_inputs: int, present: int) -> list[Tensor | None]:
-        """The gradient of each input, ``None`` where there is none.
+        """The gradient of each input, or ``None`` for an input without one.
 
         ``args`` are inputs, what is saved, and cotangents. They go where they have been read.
         ``present`` has a bit for each cotangent that there is; the others are zeros.
@@ -450,7 +450,7 @@ def check_class(t: Tensor) -> None:
 
 
 class _Begin(torch.autograd.Function):
-    """Begins the tape of a tensor that is no leaf outside, so that it may be written in place."""
+    """Begins the tape of a tensor that is not a leaf outside, so that it may be written to."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, t: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class Alias:
 
 
 class Sharing:
-    """Which results a graph gives itself, and how the others are made of inputs and of these."""
+    """Decides which results the graph returns, and how views of them are made outside."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Sharing:
         return [results[k] if k < self.n_results else results[own[k]]._base for k in self.kept]
 
     def renumber(self, new: Callable[[int], int]) -> None:
-        """Number inputs anew."""
+        """Give inputs other numbers."""
         self.aliases = [
             replace(a, index=new(a.index)) if a is not None and a.of_input else a
             for a in self.aliases

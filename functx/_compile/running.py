@@ -8,7 +8,7 @@ these name is guarded. From Python 3.12 on `sys.monitoring` reports each code ob
 nearly free; before, `sys.settrace` is told of each call. A debugger's or coverage's own trace
 function goes on being called.
 
-What this does not do: code that runs in other threads is not noted.
+A limit: code that runs in other threads is not noted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a function reads otherwise than through its arguments: found by one search (J2, J3).
+"""Finds the state that a function reads in addition to its arguments, by one search (J2, J3).
 
 A search runs only where a graph is made, and where something that a graph depends on has been
 replaced. It leaves flat lists. *Slots* are places that hold tensors. *Guards* are places that hold
@@ -59,7 +59,7 @@ _HOLDERS = (types.SimpleNamespace, argparse.Namespace)  # attributes for the use
 _SMALL_ARRAY = 1 << 16  # bytes; a larger one is known by identity
 EXACT = {dict, collections.OrderedDict, list, tuple, collections.deque, types.MappingProxyType}
 _EMPTY_KINDS = {dict, collections.OrderedDict, list, collections.deque, set}
-# What modules note for themselves and no call reads; recurrent layers note weights at each call.
+# Notes that modules keep for themselves. No call reads them, and recurrent layers write them.
 _BOOKKEEPING = {
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
     *("_load_state_dict_post_hooks", "_non_persistent_buffers_set", "_flat_weights"),
@@ -74,7 +74,7 @@ ITEM, READ, FIXED = "item", "read", "fixed"
 
 
 class Search:
-    """What lies in reach of ``roots``; a flat list of each kind of guard.
+    """Searches all that ``roots`` reach, and leaves a flat list of each kind of guard.
 
     ``key`` says all of it by value, and ``tensors`` are in the order of the key: two searches with
     equal keys allow the same graph, with the tensors of each as its inputs.
@@ -105,7 +105,7 @@ class Search:
         self.orders: list[Any] = []  # (dict, its keys)
         self.kinds: list[Any] = []  # (object, class)
         self.values: list[Any] = []  # (function, object, value), to be equal
-        # What a trace may change, with a copy (of all that is in reach, so without ``ran``):
+        # Containers that a trace may change, with copies; only in a search without ``ran``:
         self.snapshots: list[Any] = []  # (container, its contents, its owner)
         self._numbers: dict[int, int] = {}
         self._of_tensors: dict[int, int] = {}
@@ -520,7 +520,7 @@ _own: Any = object.__getattribute__
 
 
 def _own_attributes(x: Any) -> Any:
-    """The ``__dict__`` of an object; ``None`` if there is none that is a plain dict."""
+    """The ``__dict__`` of an object, or ``None`` if it has no plain dict there."""
     try:
         found = _own(x, "__dict__")
     except Exception:  # the class may define it as a property, which may raise any error
@@ -536,7 +536,7 @@ def _of_member(member: Any, x: Any) -> Any:
 
 
 def in_cell(cell: Any) -> Any:
-    """What a cell of a closure holds; `MISSING` if it is not bound yet."""
+    """The value in a cell of a closure, or `MISSING` if the variable is not bound yet."""
     try:
         return cell.cell_contents
     except ValueError:  # not bound yet
@@ -594,7 +594,7 @@ CELL, CODE = _CELL, _CODE
 
 
 def read(place: Place) -> Any:
-    """What a place holds now; `MISSING` for nothing."""
+    """The value that a place holds now, or `MISSING` if it holds none."""
     how, first, second = place
     if how is FIXED:
         return first
@@ -602,8 +602,3 @@ def read(place: Place) -> Any:
         return first[second] if how is ITEM else first(second)
     except (KeyError, IndexError, ValueError, AttributeError):
         return MISSING
-
-
-def reached_tensors(objects: Iterable[Any]) -> Sequence[Tensor]:
-    """The tensors that objects hold."""
-    return Search(objects).tensors

@@ -18,7 +18,7 @@ _getters = flags.QUICK + flags.BACKENDS
 
 
 def around() -> str | None:
-    """What around a call makes it run in eager: a graph could not show it what it watches."""
+    """The mode or hook around a call that makes it run in eager, since a graph hides operations."""
     if _torch.function_depth():
         for i in range(_torch.function_depth()):
             mode = _torch.function_mode_at(i)
@@ -54,7 +54,7 @@ def surroundings() -> tuple[Any, ...]:
 
 
 def described(t: Tensor, sized: bool) -> tuple[Any, ...]:
-    """What a tensor is, its values aside; its sizes too, if a graph is for these alone."""
+    """All of a tensor that a graph depends on, except values; with sizes if the graph has them."""
     kind = (type(t), t.dtype, t.device, t.layout, t.is_conj(), t.is_neg(), t.is_inference())
     if not sized or t.layout is not torch.strided:
         return (*kind, t.dim() if not sized else t.shape)
