@@ -39,6 +39,7 @@ class Sine:
     """What has a method."""
 
     def of(self, x: Tensor) -> Tensor:
+        """The sine of ``x``."""
         return x.sin()
 
 

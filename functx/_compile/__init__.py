@@ -1,9 +1,43 @@
 """`functx.jit`: any stack of transforms as one compiled graph, in which regions stay recomputed.
 
-A call is traced once for each signature (`jit`) into a plain graph (`tracing`) and compiled
-(`backends`). Tensors that it reads in addition to its arguments (`state`) are inputs of the graph.
-Autograd and the transforms around it see one operation, whose gradients are compiled as well
-(`operation`). A trace leaves no tensor without values in a user's module (`intact`).
+A compiled function that is silently stale is worse than none. So `jit` keeps a contract, which
+code, tests, errors and pages cite by number:
+
+- J1. As in eager, or an error. A call computes what eager computes from the same arguments and
+  state. Where that is impossible, `TracingError` names the line, the object and what to do, and the
+  effects of the trace on the user's objects are undone. The only exception: the constants of J3.
+- J2. Inputs. The inputs of a graph are the arguments and every real tensor that the trace meets. A
+  tensor in a slot (a cell, a global, an attribute, an item) is read from that slot at each call.
+  One in no slot that requires grad, or that belongs to a transform around, is an error. Any other
+  one is a constant.
+- J3. Guards. What the code that ran in the trace names is searched, and plain values found there
+  are guards: another value means another graph. A call checks a flat list, and searches again only
+  where something guarded has been replaced. What the search does not reach is a constant.
+- J4. Effects. Writes by operators to arguments and captured tensors happen once per call and carry
+  their history. Any other effect is an error, before it happens or undone at the end of the trace.
+  A plain value that the trace changes lets the function run in eager from then on, with a warning.
+- J5. Surroundings. Grad mode, inference mode, autocast, defaults, flags, requires_grad, conj and
+  neg bits, and which arguments are the same tensor belong to the signature. Leafness and offset do
+  if the trace asked. Saved-tensor hooks around see what the compiled call saves. Inside of other
+  modes and global module hooks the call runs in eager, with a warning.
+- J6. Backward. Only what the backward reads is saved and version-checked. Hooks of captured tensors
+  run once. Results that share memory share it. Two forwards before one backward work.
+- J7. As convenient as torch.compile. Partly kept: a jitted module has the attributes of the module,
+  but is not an ``nn.Module``; sizes are symbols with ``dynamic=True`` alone, floats never are;
+  there are no ``mode=`` and ``options=``.
+
+The wing reads as four things, and what a call needs around them:
+
+- *search*: `search` finds what the function reads, as far as code names that has run (`running`).
+- *guards*: `guards` checks that at each call; `surroundings` is what else a graph depends on;
+  `entries` are the calls for which there is a graph.
+- *what the trace meets*: `met` puts stand-ins in place of captured tensors, and refuses.
+- *effects*: `effects` notes what is in reach before a trace, finds what has changed, and undoes it;
+  `results` lets results share memory, and `program` writes history after the call.
+
+`jit` ties these together. `tracing` makes a plain graph, `backends` compiles it, `program` is a
+graph of one signature, and `operation` is what autograd and the transforms around see of it.
+`state` and `intact` keep the models of users intact in other traces (`to_jax`, plans).
 `joint_graph` puts recompute into graphs that others have traced.
 """
 

@@ -33,19 +33,36 @@ INDUCTOR = {
 }
 
 
-def compiled(traced: Traced, backend: Any) -> Callable[[list[Any]], list[Any]]:
-    """What runs a graph: from a list of tensors and sizes, which it empties, to its results."""
+def compiled(
+    traced: Traced, backend: Any, is_plain: bool = False
+) -> Callable[[list[Any]], list[Any]]:
+    """What runs a graph: from a list of tensors and sizes, which it empties, to its results.
+
+    A plain graph writes to no input and returns none, and so needs no alias of an input.
+    """
+    n_kept = traced.keep_draws() if isinstance(backend, str) else 0
     module, examples = traced.module(), traced.examples()
     _note_stages(module.graph)
     notice = noticed("functx.jit: compiling", module.graph)
-    with notice, _torch.without_dispatch_modes(), torch.no_grad():
+    # Casts of autocast are in the graph; others would be added to what runs without autocast.
+    with notice, _torch.without_dispatch_modes(), torch.no_grad(), _torch.without_autocast():
         if backend == "inductor":
             boxed = compiler.inductor(module, examples, INDUCTOR)
         else:
             known = compiler.load().lookup_backend(backend) if isinstance(backend, str) else backend
             boxed = _boxed(known(module, examples))
 
+    def ended(results: list[Any]) -> list[Any]:
+        return results[: len(results) - n_kept] if n_kept else results
+
     def call(args: list[Any]) -> list[Any]:
+        if is_plain and not _torch.dispatch_depth() and not _torch.any_autocast():
+            grad = torch.is_grad_enabled()
+            _torch.set_grad_enabled(False)
+            try:
+                return ended([*boxed(args)])
+            finally:
+                _torch.set_grad_enabled(grad)
         modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
         if backend == "inductor" and any(isinstance(mode, LiveStorages) for mode in modes):
             raise TypeError(
@@ -54,8 +71,8 @@ def compiled(traced: Traced, backend: Any) -> Callable[[list[Any]], list[Any]]:
                 'use backend="aot_eager", which saves the same.'
             )
         args[:] = [t.detach() if isinstance(t, Tensor) else t for t in args]
-        with torch.no_grad():
-            return [*boxed(args)]
+        with torch.no_grad(), _torch.without_autocast():
+            return ended([*boxed(args)])
 
     return call
 
@@ -74,7 +91,12 @@ def noticed(what: str, graph: fx.Graph) -> Iterator[None]:
 
 
 def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-    return lambda args: run(*[args.pop(0) for _ in range(len(args))])
+    def boxed(args: list[Any]) -> Any:
+        given = args[:]
+        args.clear()
+        return run(*given)
+
+    return boxed
 
 
 def _note_stages(graph: fx.Graph) -> None:

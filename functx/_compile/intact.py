@@ -141,9 +141,16 @@ def _are_alike(t: Tensor, value: Any) -> bool:
 
 
 @contextmanager
-def refused_changes(frozen: Iterable[Tensor] = ()) -> Iterator[None]:
+def refused_changes() -> Iterator[None]:
     """The mode `RefusedChanges`, below all others: a mode of a transform may have to be on top."""
-    mode, before = RefusedChanges(frozen), _modes()
+    with placed_below(RefusedChanges()):
+        yield
+
+
+@contextmanager
+def placed_below(mode: TorchFunctionMode) -> Iterator[None]:
+    """A function mode below all others."""
+    before = _modes()
     _set_modes([mode, *before], otherwise=before)
     try:
         yield

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import functools
 from collections.abc import Callable, Sequence
-from types import MethodType
+from dataclasses import dataclass
+from types import CodeType, MethodType, ModuleType
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._compile.operation import Code, call
-from functx._compile.state import Cache, State, leaving_nothing
+from functx._compile.effects import Before, Changed, settings_kept, watched
+from functx._compile.entries import Entries, Entry, Known, Programs, state_key
+from functx._compile.intact import placed_below
+from functx._compile.met import Exchange, Met
+from functx._compile.operation import IN_EAGER, Call, is_mapped, run
+from functx._compile.program import MAKING, Inputs, Outcome, Program, check_class
+from functx._compile.running import Ran, noted, type_of_tensor_in
+from functx._compile.search import PLAIN, Search
+from functx._compile.surroundings import alike, around, base_of, described, surroundings
 from functx._core import (
     TracingError,
     attributes,
-    contents,
     describe,
     is_of,
     name_of,
@@ -25,8 +34,8 @@ from functx._core import (
     tree,
     uncompiled,
 )
-from functx._remat import called, settings_now, sharding
-from functx._torch import graphs
+from functx._remat import called, is_tracked, sharding, unseen
+from functx._torch import dual_level, graphs
 
 _WAY_OUT = "Give a tensor in its place, or keep it (a counter, say) out of the function's reach"
 P = ParamSpec("P")
@@ -50,16 +59,19 @@ def jit(
 ) -> Any:
     """Compile ``f``, any stack of transforms and regions, as one graph.
 
-    A call is traced once for each signature: the structure of the arguments, shapes, dtypes and
-    devices of tensors, and the values of everything else. What ``f`` reads otherwise than through
-    its arguments (closures, modules, globals) is read at each call. The graph recomputes what
-    regions recompute, and where they do: its peak is that of eager. Random numbers advance torch's
-    generators as in eager, and writes to buffers and arguments happen once a call. What ``f`` does
-    to Python's objects happens once, in the trace, which has no values to leave there.
+    A call computes what ``f`` computes in eager from the same arguments and state, or raises an
+    error. It is traced once for each signature: the structure of the arguments, shapes, dtypes and
+    devices of tensors, the values of everything else, and what is set around the call (grad mode,
+    autocast). Tensors that ``f`` reads otherwise than through its arguments (closures, modules,
+    globals) are read at each call; other values there are checked, and another value is another
+    graph. The graph recomputes what regions recompute, and where they do: its peak is that of
+    eager. Random numbers advance torch's generators as in eager, and writes to buffers and
+    arguments happen once a call and carry their history.
 
     Gradients flow through it (``.backward()``, `functx.grad`, any order), and are compiled in turn.
     Inside of vmap and jvp it runs in eager, and warns. The stack inside of ``jit`` is one graph, so
-    put it around all.
+    put it around all. A function that counts its calls (``self.n += 1``) runs in eager, and warns.
+    The page "Traced and compiled" lists what works, what runs in eager and what is an error.
 
     Args:
         f: a function or ``nn.Module`` of pytrees of tensors. ``None`` gives a decorator.
@@ -74,9 +86,9 @@ def jit(
         A function that does what ``f`` does; of a module it has the attributes, too.
 
     Raises:
-        TypeError: ``f`` is not callable, or an argument that is no tensor can't be hashed.
-        functx.TracingError: when called, where Python reads the value of a tensor, or keeps one
-            that the function makes.
+        TypeError: ``f`` is not callable, or a custom container of arguments can't be hashed.
+        functx.TracingError: when called, where a graph can't do what ``f`` does: Python reads the
+            value of a tensor, or keeps one that the function makes. Effects are undone.
 
     Example:
         >>> import torch, functx
@@ -101,53 +113,255 @@ class Jitted:
     def __init__(self, function: Any, backend: Any, dynamic: bool) -> None:
         functools.update_wrapper(self, function, updated=())
         self.function, self.backend, self.dynamic = function, backend, dynamic
-        self._codes = Cache()
+        self._programs = Programs()
+        self._entries = Entries()
+        self._in_eager: Any = None  # why, where it always runs so
+        self._needs_numbers = False  # for sizes, though dynamic
+        self._filled = False  # a trace has filled something, which the next one may find
 
     @uncompiled  # by torch.compile around it
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _torch.tracing():  # a part of that graph
+        if _torch.tracing() or self._in_eager is not None:  # a part of that graph
             return self.function(*args, **kwargs)
-        tensors, how = tree.partition((args, kwargs))
+        if (cause := around()) is not None:
+            self._tell(f"it runs in eager, inside of {cause} (J5)")
+            return self.function(*args, **kwargs)
+        if (_torch.peek_interpreter() is not None or dual_level() >= 0) and is_mapped():
+            tell("a jitted function", IN_EAGER)
+            return self.function(*args, **kwargs)
+        if not kwargs and all(map(_is_tensor, map(type, args))):
+            tensors, how = [*args], _how_of_tensors(len(args))
+        else:
+            tensors, how = tree.partition((args, kwargs), is_leaf=_is_size)
+        if _torch.function_depth():
+            with unseen():  # what functx asks of tensors here is not for a region around
+                entry, state = self._found(tensors, how)
+        else:
+            entry, state = self._found(tensors, how)
+        if entry is None:
+            return self.function(*args, **kwargs)
+        return self._run(entry, how, tensors, state)
+
+    def _found(self, tensors: Any, how: Any) -> tuple[Any, Any]:
+        """An entry that holds for a call, and the state; ``None`` to run in eager."""
         spec, others = how
-        statics = tuple(other[0] if other else None for other in others)
-        state, settings = State((self.function, *statics)), settings_now()
-        # The state has the items of containers, so their __hash__ and __eq__ are not called.
-        hashed = (o if o is None or contents(o[0]) is None else () for o in others)
-        key = (
-            *(spec, tuple(hashed), tuple(map(type, statics)), tuple(state.key)),
-            *(torch.is_grad_enabled(), torch.get_default_dtype(), settings.device),
-            *(repr(settings.flags), repr(settings.casts)),
+        settings = surroundings()
+        for entry in self._entries:
+            state = entry.state(settings, spec, others, tensors)
+            if state is not None:
+                if entry is not self._entries[0]:
+                    self._entries.drop(entry)
+                    self._entries.insert(0, entry)
+                return entry, state
+        return self._searched(tensors, how, settings)
+
+    def _run(self, entry: Entry, how: Any, tensors: Any, state: Any) -> Any:
+        program, inputs = entry.program, [*tensors, *state]
+        if entry.lazy:
+            for i in entry.lazy:
+                inputs[i] = _plain(inputs[i])
+        call = functools.partial(self._call, how, entry, state)
+        results, rest = run(program, call, inputs), program.rest
+        if program.returns_arguments:
+            given = [o[0].of(how[1]) if o and type(o[0]) is Argument else o for o in rest[1]]
+            rest = rest[0], given
+        return tree.combine(results, rest)
+
+    def _tell(self, what: str) -> None:
+        tell(f"functx.jit: {name_of(self.function)}", what)
+
+    def _call(self, how: Any, entry: Entry, state: Sequence[Tensor]) -> Call:
+        program = entry.program
+        dynamic = self.dynamic and not self._needs_numbers
+        flat = functools.partial(self._flat, how, state, (), _statics(how[1]), None, False)
+        call = Call(flat, self.backend, dynamic, state)
+        call.real = {program.n + k: t for k, t in enumerate(state) if t.requires_grad}
+        call.check = functools.partial(self._check, how, entry, state)
+        roots = (self.function, *_statics(how[1]))
+        call.watch = lambda: watched(Before(Search(roots)))
+        return call
+
+    def _searched(self, tensors: Any, how: Any, settings: Any) -> tuple[Any, Any]:
+        """An entry for a call for which none holds, and the state; ``None`` to run in eager."""
+        key = self._key(tensors, how, settings)
+        roots = (self.function, *_statics(how[1]))
+        with MAKING:  # torch traces in one thread at a time, and another one may have traced this
+            try:
+                known, found = self._known(key, roots, tensors) or self._made(
+                    key, roots, tensors, how
+                )
+            except Changed as changed:
+                self._runs_in_eager(changed)
+                return None, None
+            entry = Entry(known, found, tensors, how, settings, self._entries.drop)
+            self._entries.put(entry)
+        return entry, [found.tensors[i] for i in known.read]
+
+    def _runs_in_eager(self, change: Any) -> None:
+        """A trace has changed a value of the program's: eager does that at each call (J4)."""
+        if change.fills and not self._filled:
+            self._filled = True  # by this call, in eager; perhaps the next one finds it
+            return
+        self._in_eager = change.said
+        self._tell(
+            f"it runs in eager, as it changes {change.said}, which a graph can't do at each call "
+            f"(J4). {_WAY_OUT}"
         )
+
+    # -- by value
+
+    def _key(self, tensors: Any, how: Any, settings: Any) -> Any:
+        """The arguments and surroundings of a call, by value."""
+        spec, others = how
+        sized = not (self.dynamic and not self._needs_numbers)
+        hashed = tuple(None if o is None else _by_value(o[0]) for o in others)
+        kinds = tuple([(*described(base_of(t), sized), is_tracked(t)) for t in tensors])
+        key = (spec, hashed, kinds, alike(tensors), repr(settings))
         try:
-            code = self._codes.get(key)
-        except Exception as error:  # __hash__ and __eq__ may raise any error
+            hash(key)
+        except Exception as error:  # __hash__ may raise any error
             raise TypeError(
                 f"functx.jit: an argument can't be hashed ({error}): give tensors, numbers, tuples"
             ) from error
-        if code is None:
+        return key
 
-            def flat(tensors: Sequence[Tensor], _: Any) -> tuple[list[Tensor], Any]:
-                args, kwargs = tree.combine(tensors, how)
-                name = f"functx.jit: {name_of(self.function)}"
-                # A run in eager (inside of vmap or jvp) can have sharded modules, a trace can't.
-                forbids = TracingError if _torch.tracing() else None
-                watch = sharding.watching(name, forbids)
-                with watch, leaving_nothing((self.function, *statics), freeze=True):
-                    out = called(self.function, args, kwargs, name, TracingError)
-                results, rest = tree.partition(out)
-                if rest is not None:  # (with sizes among it, which this graph is for then)
-                    rest = rest[0], [o and (graphs.number(o[0]),) for o in rest[1]]
-                return results, rest
+    def _known(self, key: Any, roots: Any, tensors: Any) -> Any:
+        """What is known of a program, and the search that has found its state."""
+        searches: dict[Any, Search] = {}
+        for known in reversed(self._programs.get(key, ())):
+            if known.ran not in searches:
+                searches[known.ran] = Search(roots, known.ran)
+            found = searches[known.ran]
+            if known.key != state_key(found, tensors) or not known.returns(found):
+                continue
+            if known.program.fits(tensors, [found.tensors[i] for i in known.read]):
+                return known, found
+        return None
 
-            code = self._codes[key] = Code(flat, self.backend, self.dynamic, state.known)
-            if len(self._codes) == 8:  # perhaps a mistake
-                *_, one, other = ((*key[1], *key[3], *key) for key in self._codes)
-                pairs = [(a, b) for a, b in zip(one, other) if not _is_same(a, b)]
-                changed = [f"{describe(a)}, then {describe(b)}" for a, b in pairs]
-                why = f"the eighth trace, as what is no tensor changes: {changed[0]}. {_WAY_OUT}"
-                tell(f"functx.jit: {name_of(self.function)}", why)
-        results = call(code, tensors, state.tensors)
-        return tree.combine(results, code.last.rest)
+    def _made(self, key: Any, roots: Any, tensors: Any, how: Any) -> Any:
+        """A new program: with sizes as symbols, as long as that works."""
+        dynamic = self.dynamic and not self._needs_numbers
+        try:
+            return self._traced(key, roots, tensors, how, dynamic)
+        except Exception as error:
+            if isinstance(error, (TracingError, Changed)) or not dynamic:
+                raise
+            found = self._traced(key, roots, tensors, how, False)  # or the function's own error
+            self._needs_numbers = True
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            tell(
+                "functx.jit(dynamic=True)",
+                "one graph for all sizes is not to be had here, each has its own: torch, or the "
+                f"function, needs numbers ({why})",
+            )
+            return found
+
+    def _traced(self, key: Any, roots: Any, tensors: Any, how: Any, dynamic: bool) -> Any:
+        for t in tensors:
+            check_class(t)
+        before = Before(Search(roots))
+        captured = before.found.tensors
+        codes: set[Any] = set()
+        generators = [*before.found.generators, *_statics(how[1])]
+        inside = _torch.functorch_depth() > 0
+        flat = functools.partial(self._flat, how, captured, tensors, generators, codes, inside)
+        numbers = {id(t): k for k, t in enumerate(captured)}
+        n = len(tensors)
+        inputs = Inputs(
+            [_plain(base_of(t)) for t in tensors],
+            [is_tracked(t) for t in tensors],
+            [t.is_leaf for t in tensors],
+            alike(tensors),
+            captured,
+            [_plain(base_of(t)) for t in captured],
+            [numbers.get(id(t), -1) for t in tensors],
+            {n + k: t for k, t in enumerate(captured) if t.requires_grad},
+        )
+        with watched(before, repeats=dynamic):
+            program = Program(flat, inputs, dynamic, torch.is_grad_enabled(), before.settle)
+        program.compile(self.backend)
+        self._filled = False
+        ran: Ran | None = Ran(codes)
+        check_types(codes)
+        found = Search(roots, ran)
+        slots = {id(t): i for i, t in enumerate(found.tensors)}
+        used = program.captured()
+        if any(id(captured[k]) not in slots for k in used):
+            ran, found = None, before.found  # met in a way that names do not tell
+            slots = numbers
+        order = sorted(used, key=lambda k: slots[id(captured[k])])
+        program.renumber({k: i for i, k in enumerate(order)})
+        returned = _returned(program, how, before.found, name_of(self.function))
+        read = [slots[id(captured[k])] for k in order]
+        known = Known(program, ran, state_key(found, tensors), found.known, returned, read)
+        self._programs.setdefault(key, []).append(known)
+        self._warn_of_traces(key)
+        return known, found
+
+    def _warn_of_traces(self, last: Any) -> None:
+        every = [(key, known) for key, programs in self._programs.items() for known in programs]
+        if len(every) != 8:  # perhaps a mistake
+            return
+        every.sort(key=lambda one: one[0] == last)  # those of the last key last
+        (key, one), (other_key, other) = every[-2:]
+        pairs = zip((*key[2], *key, *one.key[0]), (*other_key[2], *other_key, *other.key[0]))
+        changed = [f"{describe(a)}, then {describe(b)}" for a, b in pairs if not _is_same(a, b)]
+        what = changed[0] if changed else "what code runs"
+        self._tell(f"the eighth trace, as what is no tensor changes: {what}. {_WAY_OUT}")
+
+    def _check(self, how: Any, entry: Entry, state: Sequence[Tensor]) -> None:
+        """Refuse to run the function once more, for a derivative, if its state has changed."""
+        if entry.is_intact(state):
+            return
+        known = entry.known
+        found = Search((self.function, *_statics(how[1])), known.ran)
+        tensors = [found.tensors[i] for i in known.read] if found.key == known.key[0] else []
+        if [*map(id, tensors)] != [*map(id, state)]:
+            raise TracingError(
+                "functx.jit: a pullback is differentiated, and computes the function again, but "
+                "something that the function reads has been replaced since (a flag, a number or a "
+                "tensor of an object, say). Differentiate before that, or put functx.jit around "
+                "the whole derivative (J1)."
+            )
+
+    # -- in a trace
+
+    def _flat(
+        self,
+        how: Any,
+        captured: Sequence[Tensor],
+        arguments: Sequence[Tensor],
+        generators: Sequence[Any],
+        codes: set[Any] | None,
+        inside: bool,
+        given: Sequence[Tensor],
+        standin: Any,
+    ) -> Outcome:
+        """Run the function on the tensors of a trace; in eager for a pullback in vmap or jvp."""
+        args, kwargs = tree.combine(given, how)
+        name = f"functx.jit: {name_of(self.function)}"
+        if not _torch.tracing():
+            met: Any = Exchange(captured, standin, given)
+            with placed_below(met), graphs.exchanging(met.standin):
+                return Outcome(tree.partition(self.function(*args, **kwargs))[0], met=met)
+        met = Met(captured, standin, given, arguments, generators, inside)
+        noting = contextlib.nullcontext() if codes is None else noted(codes)
+        with (
+            sharding.watching(name, TracingError),
+            placed_below(met),
+            graphs.exchanging(met.standin),
+            settings_kept(),
+            graphs.refusing(),
+            noting,
+        ):
+            _mark_parameters(given, arguments)
+            out = called(self.function, args, kwargs, name, TracingError)
+        results, rest = tree.partition(out, is_leaf=_is_size)
+        if rest is not None:  # (with sizes among it, which this graph is for then)
+            rest = rest[0], [o and (_as_numbers(o[0]),) for o in rest[1]]
+        return Outcome(results, rest, met)
+
+    # -- what else a function is
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
@@ -160,6 +374,105 @@ class Jitted:
 
     def __reduce__(self) -> Any:
         return Jitted, (self.function, self.backend, self.dynamic)  # a copy has no graphs
+
+
+@dataclass(frozen=True)
+class Argument:
+    """Stands for a result that is one of the arguments, and not a tensor."""
+
+    index: int
+
+    def of(self, others: Any) -> Any:
+        """The one of a call."""
+        return others[self.index]
+
+
+def _returned(program: Program, how: Any, found: Search, name: str) -> list[Any]:
+    """The objects in reach that a function returns; arguments are noted by their places.
+
+    Raises:
+        TracingError: It returns an object that it has made.
+    """
+    if program.rest is None:
+        return []
+    others = program.rest[1]
+    arguments = {id(o[0]): i for i, o in enumerate(how[1]) if o is not None}
+    held, returned = {*map(id, found.held)}, []
+    for i, other in enumerate(others):
+        if other is None or type(x := other[0]) in PLAIN:
+            continue
+        if id(x) in arguments:
+            others[i], program.returns_arguments = (Argument(arguments[id(x)]),), True
+        elif id(x) in held or isinstance(x, (type, enum.Enum, ModuleType)):
+            returned.append(x)
+        elif not _is_constant(x):
+            raise TracingError(
+                f"functx.jit: {name} returns an object that is no pytree, {describe(x)}: a graph "
+                "can't make one at each call (J4). Return tensors, tuples, lists and dicts, or "
+                "register its class (torch.utils._pytree.register_dataclass, register_pytree_node)."
+            )
+    return returned
+
+
+def _is_constant(x: Any) -> bool:
+    """Whether an object never changes, so that each call may return the same one."""
+    if type(x) is frozenset:
+        return all(type(v) in PLAIN for v in x)
+    is_number = type(x).__module__ == "numpy" and type(x).__name__ != "ndarray"
+    return is_number or type(x).__name__ in ("PyTreeSpec", "TreeSpec") or type(x) is slice
+
+
+def check_types(codes: set[CodeType]) -> None:
+    """Refuse ``type(x) is torch.Tensor``: in a trace a tensor is of a derived class."""
+    for code in codes:
+        if (line := type_of_tensor_in(code)) is not None:
+            raise TracingError(
+                f"functx.jit: at {code.co_filename}:{line} the function compares type(x) with a "
+                "class of tensors, and in a trace tensors are of a derived class (J1). Use "
+                "isinstance(x, torch.Tensor)."
+            )
+
+
+def _statics(others: Any) -> tuple[Any, ...]:
+    """The arguments that are not tensors."""
+    return tuple(other[0] for other in others if other is not None)
+
+
+def _by_value(x: Any) -> Any:
+    """A plain value; of objects the search says what is in them."""
+    if type(x) not in PLAIN:
+        return type(x).__qualname__
+    return type(x), repr(x) if type(x) in (float, complex) else x
+
+
+def _is_size(x: Any) -> bool:
+    return type(x) is torch.Size  # a tuple that is not taken apart
+
+
+def _as_numbers(x: Any) -> Any:
+    """A returned value that is not a tensor, with numbers in place of symbolic sizes."""
+    return torch.Size(map(graphs.number, x)) if _is_size(x) else graphs.number(x)
+
+
+def _mark_parameters(given: Sequence[Tensor], arguments: Sequence[Tensor]) -> None:
+    """Let a stand-in for a parameter be one to ``isinstance``."""
+    for t, argument in zip(given, arguments):
+        if isinstance(argument, torch.nn.Parameter) and t is not argument:
+            t._is_param = True
+
+
+_is_tensor = frozenset({Tensor, torch.nn.Parameter}).__contains__
+
+
+@functools.cache
+def _how_of_tensors(n: int) -> Any:
+    """The second result of `tree.partition` for a call with ``n`` tensors and nothing else."""
+    return tree.partition(((torch.empty(()),) * n, {}))[1]
+
+
+def _plain(t: Tensor) -> Tensor:
+    """A tensor without pending conjugation or negation, or a wrapper of a level that has ended."""
+    return _torch.alive(t).resolve_conj().resolve_neg()
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -1,341 +1,395 @@
-"""A jitted function as one operation: how it runs, and its pullback.
+"""A jitted function as one operation: how its graphs run, and its pullback (J6).
 
 At the base level, where nobody differentiates the pullback, that is the second half of a graph
-whose first half has run (`tracing.cut`), and reads what regions keep. Else it is a jitted function
-in turn, traced from the function itself, so that any order composes. Within vmap and forward mode
-the function runs in eager: put around these, `functx.jit` makes one graph of them all.
+whose first half has run (`tracing.cut`), and reads what regions keep. Else it is a program in turn,
+traced from the function itself, so that any order composes. Within vmap and forward mode the
+function runs in eager: put around these, `functx.jit` makes one graph of them all.
+
+What the second half reads is saved for the backward, and nothing else. Other inputs are held by
+reference, without a look at their versions, for a pullback that is differentiated: that one
+computes from inputs, and refuses those that have been written since.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._compile.backends import compiled
-from functx._compile.state import refuse_second_trace
-from functx._compile.tracing import cut, trace
-from functx._core import TracingError, has_derivatives, tell, uncompiled
-from functx._remat import is_tracked, read_outside, tape_of
-from functx._torch import dual_level, graphs, is_legacy_batched, level_of
+from functx._compile.program import (
+    MAKING,
+    Flat,
+    Inputs,
+    Outcome,
+    Program,
+    Run,
+    added,
+    met_themselves,
+    without_hooks,
+)
+from functx._compile.surroundings import alike, base_of, described
+from functx._core import TracingError, tell, uncompiled
+from functx._remat import is_tracked, read_outside
+from functx._torch import dual_level, is_legacy_batched, level_of
 from functx._transforms import derivatives
 
-_MAKING = threading.RLock()  # torch traces and compiles in one thread at a time
 Tensors = Sequence[Tensor]
-# From arguments and state, the tensors among what a function returns, and the rest of it.
-Flat = Callable[[Tensors, Tensors], tuple[Sequence[Tensor], Any]]
+IN_EAGER = "it runs in eager inside of vmap and jvp. Put functx.jit around the transforms"
 
 
-class Code:
-    """A function of tensors, which reads further ones (its state), and its graphs."""
-
-    def __init__(self, flat: Flat, backend: Any, dynamic: bool, held: Any = ()) -> None:
-        self.flat, self.backend, self.dynamic, self.held = flat, backend, dynamic, held
-        self._needs_numbers = False  # for sizes, though dynamic
-        self._programs: dict[Any, list[JittedProgram]] = {}
-        self._pullbacks: dict[Any, Code] = {}
-        self.draws = False  # random numbers
-        self.last: Any = threading.local()  # ``rest``: what was returned last, beside tensors
-
-    def program(self, tensors: Tensors, state: Tensors, mask: tuple[bool, ...]) -> JittedProgram:
-        """The graphs for such inputs, of which those in ``mask`` are differentiated."""
-        sized = state if self.dynamic else (*tensors, *state)
-        kinds = [(t.ndim, t.dtype, t.device) for t in (*tensors, *state)]
-        key = (mask, *kinds, tuple([(t.shape, t.stride()) for t in sized]))
-        programs = self._programs.setdefault(key, [])
-        found = next((p for p in programs if p.holds_for(tensors)), None)
-        if found is None:
-            with _MAKING:  # or another thread has made it meanwhile
-                found = next((p for p in programs if p.holds_for(tensors)), None)
-                if found is None:
-                    programs.append(found := self._made(tensors, state, mask))
-        self.last.rest = found.rest
-        return found
-
-    def _made(self, tensors: Tensors, state: Tensors, mask: tuple[bool, ...]) -> JittedProgram:
-        """A new program: with sizes as symbols, as long as that works."""
-        dynamic = self.dynamic and not self._needs_numbers
-        try:
-            return JittedProgram(self, tensors, state, mask, dynamic)
-        except Exception as error:
-            if isinstance(error, TracingError) or not dynamic:
-                raise
-            refuse_second_trace(error, "functx.jit: the function", "sizes can't be symbols")
-            found = JittedProgram(self, tensors, state, mask, False)  # or the function's own error
-            self._needs_numbers = True
-            why = (str(error) or type(error).__name__).splitlines()[0]
-            tell(
-                "functx.jit(dynamic=True)",
-                "one graph for all sizes is not to be had here, each has its own: torch, or the "
-                f"function, needs numbers ({why})",
-            )
-            return found
-
-    def pullback(self, n: int, mask: tuple[bool, ...]) -> Code:
-        """Its pullback, as a function of ``n`` arguments and then a cotangent for each result."""
-        if (n, mask) not in self._pullbacks:
-            flat = _pullback(self, n, mask)
-            self._pullbacks[n, mask] = Code(flat, self.backend, self.dynamic)
-        return self._pullbacks[n, mask]
+def is_mapped() -> bool:
+    """Whether a call is inside of vmap or of forward mode."""
+    levels = _torch.interpreter_stack() or ()
+    return dual_level() >= 0 or any(i.key() != _torch.TransformType.Grad for i in levels)
 
 
-def _pullback(inner: Code, n: int, mask: tuple[bool, ...]) -> Flat:
-    """The gradients of the inputs in ``mask``, from inputs and a cotangent for each result."""
-    places = [i for i, m in enumerate(mask) if m]
+@dataclass
+class Call:
+    """One call: what is needed to trace its function, now or for a derivative of its pullback."""
 
-    def flat(tensors: Tensors, state: Tensors) -> tuple[Sequence[Tensor], Any]:
-        args, cotangents = [*tensors[:n]], tensors[n:]
-
-        def results(*some: Tensor) -> tuple[Tensor, ...]:
-            for i, t in zip(places, some):
-                args[i] = t
-            return tuple(t for t in inner.flat(args, state)[0] if has_derivatives(t))
-
-        if not any(mask[n:]):
-            return derivatives.vjp(results, *[args[i] for i in places])[1](tuple(cotangents)), None
-        recorded = torch.is_grad_enabled()
-        with torch.enable_grad():
-            args = [_leaf(t) if m else t for t, m in zip(args, mask)]
-            outs = results()
-            of = [t for t, m in zip((*args, *state), mask) if m]
-            pairs = [(t, c) for t, c in zip(outs, cotangents) if t.requires_grad]
-        found: Any = [None] * len(of)
-        if pairs:
-            roots, given = zip(*pairs)
-            found = torch.autograd.grad(roots, of, given, create_graph=recorded, allow_unused=True)
-        return [torch.zeros_like(t) if g is None else g for t, g in zip(of, found)], None
-
-    return flat
+    flat: Any  # a `Flat`
+    backend: Any
+    dynamic: bool
+    captured: Tensors = ()  # the tensors of the state, in the order of slots
+    real: Mapping[int, Tensor] = field(default_factory=dict)  # by number of the input that has it
+    check: Callable[[], None] = lambda: None  # raises where the state has changed since
+    watch: Callable[[], Any] = contextlib.nullcontext  # around a trace: puts back its effects
 
 
-def _leaf(t: Tensor) -> Tensor:
-    return t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
+def run(program: Program, call: Callable[[], Call], inputs: Tensors) -> list[Tensor]:
+    """Run a program, as an operation that can be differentiated.
 
-
-class JittedProgram:
-    """The graphs of a function for inputs of some shapes: forward, and backward if need be."""
-
-    def __init__(
-        self, code: Code, tensors: Tensors, state: Tensors, mask: tuple[bool, ...], dynamic: bool
-    ) -> None:
-        self.tracked = list[bool]()  # which results depend on inputs in the mask
-        self.found = list[bool]()  # which inputs in the mask have a gradient
-        self.rest, self.n_sizes = None, 0
-
-        def forward(_: Any, *given: Tensor) -> Sequence[Tensor]:
-            results, self.rest = code.flat(given, state)
-            self.tracked = [t.requires_grad for t in results]
-            return results
-
-        def joint(cotangent_of: Any, *given: Tensor) -> list[Tensor]:
-            args = [t.requires_grad_() if m else t for t, m in zip(given, mask)]
-            of = [t for t, m in zip((*args, *state), mask) if m]
-            with torch.enable_grad():
-                results = forward(None, *args)
-            roots = [t for t in results if t.requires_grad]
-            found: Any = [None] * len(of)
-            if roots:
-                cotangents = [cotangent_of(t) for t in roots]
-                try:
-                    found = torch.autograd.grad(roots, of, cotangents, allow_unused=True)
-                except RuntimeError as error:
-                    if "is not implemented" in str(error):
-                        raise TracingError(
-                            "functx.jit: results are differentiated once more, with respect to "
-                            f"what requires grad, and torch can't ({error}). Detach parameters "
-                            "before, or call under torch.no_grad()."
-                        ) from error
-                    if "through the graph a second time" not in str(error):
-                        raise
-                    self.tracked = [False] * len(results)  # the function has pulled it back
-            self.found = [g is not None for g in found]
-            return [t.detach() for t in (*results, *found) if t is not None]
-
-        traced = trace(joint if any(mask) else forward, tensors, dynamic)
-        of_state = [t for t, m in zip(state, mask[len(tensors) :]) if m]
-        found = self.found[sum(mask[: len(tensors)]) :]
-        _check_not_computed([t for t, f in zip(of_state, found) if f], of_state)
-        numbers = {id(t): i for i, t in enumerate(state)}
-        gradients = {id(t.grad) for t in state if t.is_leaf} - {*numbers}
-        if any(id(t) in gradients for t in traced.constants):
-            raise TracingError(
-                "functx.jit: the function reads .grad of a tensor, as an optimizer's step() does: "
-                "another one at each call. Call step() outside, or give gradients as arguments."
-            )
-        code.draws = code.draws or traced.draws()
-        self.written = traced.written()
-        if any(mask):
-            second, self.reads, self.n_sizes = cut(traced, len(self.tracked))
-            self._backward = compiled(second, code.backend)
-        self._sources = [numbers.get(id(t), t) for t in traced.constants]
-        self._forward = compiled(traced, code.backend)
-        self.holds_for: Callable[[Tensors], bool] = lambda tensors: True
-        if code.dynamic:
-            self.holds_for = graphs.holds_for(traced.examples()[: len(tensors)])
-
-    def given(self, tensors: Tensors, state: Tensors) -> list[Any]:
-        """What the forward is given: arguments, and what it reads beside them."""
-        return [*tensors, *(state[s] if isinstance(s, int) else s for s in self._sources)]
-
-    def run(self, tensors: Tensors, state: Tensors) -> list[Any]:
-        """Results, and what is saved."""
-        given = self.given(tensors, state)
-        if self.written:
-            _check_apart(given, self.written)
-        return self._forward(given)
-
-    def pull_back(self, args: list[Any]) -> list[Tensor | None]:
-        """The gradients of the inputs in the mask; ``None`` for those that have none.
-
-        ``args`` are inputs, what is saved, and cotangents. They go where they have been read.
-        """
-        gradients = iter(self._backward(args))
-        return [next(gradients) if found else None for found in self.found]
-
-
-def _check_apart(given: Tensors, written: Sequence[int]) -> None:
-    """Refuse inputs that share memory, where one is written: a graph knows each by itself."""
-    if len({*map(_torch.storage_of, given)}) == len(given):
-        return
-    strided = [(i, t) for i, t in enumerate(given) if t.layout is torch.strided]
-    places = [(t.data_ptr(), _bytes_spanned(t), i in written) for i, t in strided]
-    end, was_written = 0, False
-    for start, length, is_written in sorted(places):
-        if start < end and length and (is_written or was_written):
-            raise TracingError(
-                "functx.jit: the function writes to a tensor that it is given, or reads otherwise, "
-                "twice: as itself, or in views whose memory overlaps or interleaves. Give it once, "
-                "and take views of it in the function."
-            )
-        end, was_written = max((end, was_written), (start + length, is_written))
-
-
-def _bytes_spanned(t: Tensor) -> int:
-    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
-    return (last + 1) * t.element_size() if t.numel() else 0
-
-
-def _check_not_computed(read: Tensors, differentiated: Tensors) -> None:
-    """Refuse a tensor that is computed of another one: a trace passes gradients on to that, too."""
-    known = {t.grad_fn or id(t) for t in differentiated}
-    below = (node for t in read for node in [*tape_of([t], 0)][1:])
-    if any(node in known or id(getattr(node, "variable", None)) in known for node in below):
-        raise TracingError(
-            "functx.jit: the function reads a tensor, and another one that is computed of it "
-            "outside, and their gradients would be mixed. Give one of them as an argument."
-        )
-
-
-def call(code: Code, tensors: Tensors, state: Tensors) -> list[Tensor]:
-    """Run a function, as an operation that can be differentiated; in eager under vmap and jvp."""
-    stack = _torch.interpreter_stack() or ()
-    others = any(level.key() != _torch.TransformType.Grad for level in stack)
-    if others or dual_level() >= 0 or any(level_of(t) > 0 for t in state):
-        tell(
-            "a jitted function",
-            "it runs in eager inside of vmap and jvp, and where it reads a tensor of a transform "
-            "around otherwise than through its arguments. Put functx.jit around the transforms",
-        )
-        results, code.last.rest = code.flat(tensors, state)
-        return [*results]
-    given = [*tensors, *state]
-    mask = tuple(torch.is_grad_enabled() and is_tracked(t) for t in given)
-    read_outside(given)
-    if not any(mask) and not any(level_of(t) > 0 for t in tensors):
-        return code.program(tensors, state, mask).run(tensors, state)
-    known = _Known(code, len(tensors), mask, state)
-    found = _Operation.apply(known, *given)
-    return [*found[: len(known.program.tracked)]]
+    ``call`` gives what a derivative of the pullback needs.
+    """
+    if _torch.dispatch_depth():
+        read_outside(inputs)
+    is_at_base = _torch.peek_interpreter() is None
+    if not program.differentiated and (is_at_base or not any(level_of(t) > 0 for t in inputs)):
+        return program.finished(program.run(program.given(inputs), inputs), inputs)
+    known = _Known(program, call, inputs)
+    if program.without:
+        given: Tensors = [t.detach() if i in program.without else t for i, t in enumerate(inputs)]
+    else:
+        given = inputs
+    if is_at_base and torch.is_grad_enabled():
+        outputs = _AtBase.apply(known, *given)
+    else:
+        with torch.set_grad_enabled(torch.is_grad_enabled() or program.records):
+            outputs = _AtLevels.apply(known, *given)
+    return program.finished(outputs[: len(program.tracked)], inputs)
 
 
 @dataclass
 class _Known:
-    """What an operation knows beside tensors."""
+    """The data of one operation in addition to its tensors."""
 
-    code: Code
-    n: int  # of its inputs, which are arguments; the others are state
-    mask: tuple[bool, ...]
-    state: Tensors  # as it is at the base level
-    program: Any = None  # the `JittedProgram` that has run
+    program: Program
+    call: Callable[[], Call]
+    inputs: Tensors
     sizes: Sequence[int] = ()  # that its backward reads
+    versions: Sequence[int] = ()  # of inputs, when it had run
 
 
-class _Operation(torch.autograd.Function):
-    """Its outputs are results, and then what the base level has saved for the backward."""
+def _forward(known: _Known, given: list[Any], inputs: Tensors) -> tuple[Tensor, ...]:
+    """Outputs, and then what the base level saves for the backward."""
+    program = known.program
+    outputs = program.run(given, inputs)
+    if any(t is None for t in outputs):
+        raise TracingError(
+            "functx.jit: a kernel that runs without a tape leaves its backward nothing to read "
+            "(oneDNN's LSTM, on a CPU). Call under torch.backends.mkldnn.flags(enabled=False), "
+            "or take the gradient inside: functx.jit(functx.grad(...))."
+        )
+    if program.differentiated and program.n_sizes:
+        n = len(outputs) - program.n_sizes
+        known.sizes = outputs[n:]
+        outputs = outputs[:n]
+    n = len(program.tracked)
+    # A saved view of a result would be taken for one with the history of that result.
+    saved = (t.detach() if t._is_view() else t for t in outputs[n:])
+    return _apart([*outputs[:n], *saved])
+
+
+def _set_up(ctx: Any, known: _Known, inputs: Tensors, outputs: Tensors, read: Any) -> None:
+    """``read`` is what the backward reads of the inputs, at the base level."""
+    program, ctx.known = known.program, known
+    n = len(program.tracked)
+    results, saved = outputs[:n], outputs[n:]
+    constant = [t for t, tracked in zip(results, program.tracked) if not tracked]
+    ctx.mark_non_differentiable(*constant, *saved)
+    ctx.set_materialize_grads(False)
+    ctx.like = [
+        (t.shape, t.dtype, t.device) if tracked else None
+        for t, tracked in zip(results, program.tracked)
+    ]
+    if read is not None:
+        ctx.save_for_backward(*read, *saved)
+        ctx.n_read = len(read)
+        known.versions = _versions(inputs)
+    else:
+        ctx.save_for_backward(*inputs, *saved)
+        ctx.n_read = None
+
+
+def _backward(ctx: Any, cotangents: Sequence[Any]) -> Any:
+    known, program = ctx.known, ctx.known.program
+    cotangents = cotangents[: len(program.tracked)]
+    if any(t is not None and is_legacy_batched(t) for t in cotangents):
+        raise TracingError(
+            "functx.jit: is_grads_batched=True has no rule. Map a pullback by functx.vmap."
+        )
+    stored = ctx.saved_tensors  # once: hooks of saved tensors run here
+    if ctx.n_read is None:
+        n = len(known.inputs)
+        inputs, saved = stored[:n], stored[n:]
+        read = None
+    else:
+        inputs, read, saved = known.inputs, stored[: ctx.n_read], stored[ctx.n_read :]
+    del stored
+    filled = [
+        None if like is None else _filled(cotangent, *like)
+        for cotangent, like in zip(cotangents, ctx.like)
+    ]
+    roots = [t for t in filled if t is not None]
+    given = [c for c, like in zip(cotangents, ctx.like) if like is not None]
+    present = sum(1 << k for k, c in enumerate(given) if c is not None)
+    everything = [*inputs, *roots]
+    recorded = torch.is_grad_enabled() and any(map(is_tracked, everything))
+    if recorded or any(level_of(t) > 0 for t in everything):
+        needs = ctx.needs_input_grad[1:]
+        if ctx.n_read is not None:
+            _check_versions(known)
+            inputs = _as_read(program, inputs, read)
+        needs = [n and bool(program.depends.get(i, 0) & present) for i, n in enumerate(needs)]
+        return None, *_differentiated(known, inputs, roots, needs)
+    if read is None:
+        all_given = program.given(inputs)
+        read = [all_given[i] for i in program.reads]
+        del all_given
+    args = [*read, *saved, *known.sizes, *(t.contiguous() for t in roots)]
+    n_inputs = len(inputs)
+    ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+    del inputs, read, saved, everything, filled, roots, cotangents, given
+    return None, *program.pull_back(args, n_inputs, present)
+
+
+def _as_read(program: Program, inputs: Tensors, read: Any) -> list[Tensor]:
+    """The inputs, those that are saved as saved: hooks may have changed where they are."""
+    saved = dict(zip(program.reads, read))
+    n = program.n
+    places = {i: i for i in range(n)}
+    places |= {n + k: s for k, s in enumerate(program.sources) if isinstance(s, int)}
+    found = [*inputs]
+    for i, t in saved.items():
+        if i in places:
+            found[places[i]] = t
+    return found
+
+
+def _filled(cotangent: Any, shape: Any, dtype: Any, device: Any) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device) if cotangent is None else cotangent
+
+
+_version: Any = operator.attrgetter("_version")
+
+
+def _versions(tensors: Tensors) -> list[int]:
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:  # tensors of inference mode have no version
+        return [0 if t.is_inference() else t._version for t in tensors]
+
+
+def _check_versions(known: _Known) -> None:
+    written = known.program.written or known.program.copied_back
+    if written or _versions(known.inputs) != known.versions:
+        raise TracingError(
+            "functx.jit: the pullback is differentiated, and computes the function again, but the "
+            "function, or code after it, has written to one of its inputs in place. Clone that "
+            "before, or put functx.jit around the whole derivative."
+        )
+
+
+class _AtBase(_torch.SingleLevelFunction):
+    """The operation where no transform is active: one node."""
 
     @staticmethod
-    def forward(known: _Known, *given: Tensor) -> Any:
-        tensors = given[: known.n]
-        program = known.program = known.code.program(tensors, known.state, known.mask)
-        results = program.run(tensors, known.state)
-        if any(t is None for t in results):
-            raise TracingError(
-                "functx.jit: a kernel that runs without a tape leaves its backward nothing to read "
-                "(oneDNN's LSTM, on a CPU). Call under torch.backends.mkldnn.flags(enabled=False), "
-                "or take the gradient inside: functx.jit(functx.grad(...))."
-            )
-        n = len(results) - program.n_sizes
-        known.sizes = results[n:]
-        return _apart(results[:n])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        known, *given = inputs
-        ctx.known, ctx.n_given = known, len(given)
-        tracked = known.program.tracked
-        results, saved = output[: len(tracked)], output[len(tracked) :]
-        constant = [t for t, d in zip(results, tracked) if not (d and has_derivatives(t))]
-        ctx.mark_non_differentiable(*saved, *constant)
-        ctx.set_materialize_grads(False)
-        like = [(t.shape, t.dtype, t.device) for t in results]
-        ctx.results = {i: like[i] for i, t in enumerate(results) if has_derivatives(t)}
-        ctx.save_for_backward(*given, *saved)
+    def forward(ctx: Any, known: _Known, *inputs: Tensor) -> Any:
+        program = known.program
+        given = program.given(inputs)
+        for i, *_ in program.reshaped:  # the call changes what it is, but not what is saved
+            given[i] = inputs[i].data
+        read = [given[i] for i in program.reads]
+        if program.copied_back:  # of which the backward reads the sizes alone
+            written = {id(inputs[i]) for i in program.copied_back}
+            read = [t.data if id(t) in written else t for t in read]
+        outputs = _forward(known, given, inputs)
+        _set_up(ctx, known, inputs, outputs, read)
+        return outputs
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        known, n = ctx.known, ctx.known.n
-        if any(t is not None and is_legacy_batched(t) for t in cotangents):
-            raise TracingError(
-                "functx.jit: is_grads_batched=True has no rule. Map a pullback by functx.vmap."
-            )
-        given, saved = ctx.saved_tensors[:n], ctx.saved_tensors[ctx.n_given :]
-        all_given = [t for t in (*given, *known.state, *cotangents) if t is not None]
-        needs = ctx.needs_input_grad[1:]
-        recorded = torch.is_grad_enabled() and any(map(is_tracked, all_given))
-        filled = {i: cotangents[i] for i in ctx.results}
-        for i, (shape, dtype, device) in ctx.results.items():
-            if filled[i] is None:
-                filled[i] = torch.zeros(shape, dtype=dtype, device=device)
-        program = known.program
-        if recorded or any(level_of(t) > 0 for t in all_given):
-            if known.code.draws:
-                raise TracingError(
-                    "functx.jit: the function draws random numbers, and its pullback, which is "
-                    "differentiated or mapped, computes it again, with others. Put functx.jit "
-                    "around the transform, or draw from keys (functx.compat.random)."
-                )
-            pulled = known.code.pullback(n, needs)
-            it = iter(call(pulled, [*given, *filled.values()], known.state))
-            return None, *[next(it) if need else None for need in needs]
-        roots = [filled[i].contiguous() for i, tracked in enumerate(program.tracked) if tracked]
-        given = program.given(given, known.state)
-        args = [*[given[i] for i in program.reads], *saved, *known.sizes, *roots]
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained
-        del given, saved, all_given, filled, roots, cotangents
-        it = iter(program.pull_back(args))
-        return None, *[next(it) if m else None for m in known.mask]
+        return _backward(ctx, cotangents)
+
+
+class _AtLevels(torch.autograd.Function):
+    """The operation inside of transforms: a node at each level."""
+
+    @staticmethod
+    def forward(known: _Known, *inputs: Tensor) -> Any:
+        return _forward(known, known.program.given(inputs), inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        known, *tensors = inputs
+        _set_up(ctx, known, tensors, output, None)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return _backward(ctx, cotangents)
 
 
 def _apart(tensors: Tensors) -> tuple[Tensor, ...]:
     """Other tensors for those that come again: autograd would take two results for one.
 
-    A result may be saved, too (that of ``exp`` is), or be returned detached as well.
+    A result may be saved, too (that of ``exp`` is).
     """
+    if len({*map(id, tensors)}) == len(tensors):
+        return (*tensors,)
     ids = [id(t) for t in tensors]
     return tuple(t.detach() if id(t) in ids[:i] else t for i, t in enumerate(tensors))
+
+
+# -- pullbacks that are differentiated in turn
+
+
+def _differentiated(known: _Known, inputs: Tensors, roots: Tensors, needs: Any) -> list[Any]:
+    """The gradients of inputs, by a program of the pullback."""
+    program, call = known.program, known.call()
+    if program.draws:
+        raise TracingError(
+            "functx.jit: the function draws random numbers, and its pullback, which is "
+            "differentiated or mapped, computes it again, with others. Put functx.jit "
+            "around the transform, or draw from keys (functx.compat.random)."
+        )
+    call.check()
+    first = alike(inputs)
+    wanted = tuple(need and first[i] == i for i, need in enumerate(needs))
+    given = [*inputs, *roots]
+    flat = _pullback(program, call, first, wanted)
+    if is_mapped():
+        tell("a jitted function", IN_EAGER)
+        found = iter(flat(given, given.__getitem__).results)
+        return [next(found) if want else None for want in wanted]
+    pulled = replace(call, flat=flat, captured=())
+    ours = program_for(program.pullbacks, wanted, pulled, given, len(inputs))
+    found = iter(run(ours, lambda: pulled, given))
+    return [next(found) if want else None for want in wanted]
+
+
+def program_for(
+    known: dict[Any, list[Program]], wanted: Any, call: Call, given: Tensors, n: int
+) -> Program:
+    """A program whose inputs are all arguments: one that is known, or a new one.
+
+    The first ``n`` of them are of the kinds that the program of the forward is for.
+    """
+    records = torch.is_grad_enabled()
+    tracked = tuple(map(is_tracked, given))
+    bases = [base_of(t) for t in given]
+    kinds = tuple([described(t, not call.dynamic) for t in bases[n:]])
+    if call.dynamic:
+        kinds += tuple([t.shape for t in bases[:n]])
+    programs = known.setdefault((wanted, records, tracked, kinds), [])
+    with MAKING:
+        program = next((p for p in programs if p.fits(bases, ())), None)
+        if program is None:
+            leaves = [t.is_leaf for t in given]
+            inputs = Inputs(bases, tracked, leaves, alike(given), real=call.real)
+            with call.watch():
+                program = Program(call.flat, inputs, call.dynamic, records)
+            program.compile(call.backend)
+            programs.append(program)
+    return program
+
+
+def _pullback(program: Program, call: Call, first: Sequence[int], wanted: Sequence[bool]) -> Flat:
+    """The gradients of wanted inputs, from the inputs and a cotangent for each tracked output."""
+    m = len(wanted)
+    places = [i for i, want in enumerate(wanted) if want]
+
+    def flat(tensors: Tensors, _: Any) -> Outcome:
+        given, cotangents = [*tensors[:m]], tensors[m:]
+
+        def outputs(*some: Tensor) -> tuple[Tensor, ...]:
+            args = [*given]
+            for i, t in zip(places, some):
+                args[i] = t
+            args = [args[i] for i in first]
+            inner = _Again(program, call, args)
+            found = inner.outputs(args[: program.n], program.dynamic)
+            return tuple(t for t, tracked in zip(found, program.tracked) if tracked)
+
+        if not program.unseen:
+            pull = derivatives.vjp(outputs, *[given[i] for i in places])[1]
+            return Outcome(pull(tuple(cotangents)))
+        recorded = torch.is_grad_enabled()
+        with torch.enable_grad():
+            leaves = [_leaf(given[i]) for i in places]
+            outs = outputs(*leaves)
+        numbers = met_themselves([t for t in outs if t.requires_grad], call.real)
+        real = [call.real[i] for i in numbers]
+        pairs = [(t, c) for t, c in zip(outs, cotangents) if t.requires_grad]
+        found: dict[int, Tensor] = {}
+        if pairs:
+            roots, of_roots = zip(*pairs)
+            with without_hooks(real):
+                gradients = torch.autograd.grad(
+                    roots, [*leaves, *real], of_roots, create_graph=recorded, allow_unused=True
+                )
+            found = added(zip([*places, *numbers], gradients))
+        zeros = (torch.zeros_like(t) for t in leaves)
+        return Outcome([found.get(i, zero) for i, zero in zip(places, zeros)])
+
+    return flat
+
+
+class _Again(Run):
+    """The function once more, for a derivative: inputs have the tapes that they have."""
+
+    def __init__(self, program: Program, call: Call, given: Tensors) -> None:
+        n = program.n
+        inputs = Inputs(
+            given[:n], [False] * n, [True] * n, range(n), call.captured, same=program.same
+        )
+        super().__init__(call.flat, inputs, program.copied, True)
+        self._values, self._program = given[n:], program
+
+    def finished(self, outcome: Outcome, dynamic: bool) -> list[Any]:
+        numbers, program = getattr(outcome.met, "numbers", {}), self._program
+        results = [self.standin(numbers[id(t)]) if id(t) in numbers else t for t in outcome.results]
+        finals = (self.begun[i] for i in program.copied_back)
+        return [*program.sharing.again(results), *finals]
+
+    def begin(self, number: int, t: Tensor, tracked: bool, is_leaf: bool) -> Tensor:
+        t = t.clone() if number in self._copied else t
+        self.begun[number], self._fresh[number] = t, (t.grad_fn, t.requires_grad)
+        return t
+
+    def standin(self, k: int) -> Tensor:
+        number = self.n + k
+        return self.begun[number] if number in self.begun else self.begin(
+            number, self._values[k], False, True
+        )  # fmt: skip
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.view_as(t) if t.requires_grad else t.detach().requires_grad_()

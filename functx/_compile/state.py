@@ -1,4 +1,6 @@
-"""What a function reads otherwise than through its arguments: read anew at each call.
+"""What a function reads in addition to its arguments, for `to_jax`, plans and `functx.memory`.
+
+`functx.jit` has a search of its own (`search`), whose guards a call checks.
 
 Looked into are cells of functions, globals that their code names, defaults, partials, methods,
 modules, and what holds any of these. Tensors are inputs of the graph; plain values and small arrays
@@ -34,10 +36,6 @@ from functx._core import (
 
 _SMALL = 4096  # bytes of an array whose values count
 _BUILT_IN = {list, tuple, dict, OrderedDict, set, frozenset}
-
-
-class Cache(dict[Any, Any]):
-    """What is known of a function, which is no part of it."""
 
 
 class State:
@@ -134,11 +132,10 @@ def _contents(x: Any) -> tuple[Any, ...]:
 
 
 @contextmanager
-def leaving_nothing(roots: Iterable[Any], freeze: bool = False) -> Iterator[None]:
+def leaving_nothing(roots: Iterable[Any]) -> Iterator[None]:
     """Around a function that is traced: refuse that what it reads holds tensors of the trace.
 
-    With ``freeze``, ``requires_grad`` of what it reads may not change either. Modules that it reads
-    are left as they were.
+    Modules that it reads are left as they were.
 
     Raises:
         TracingError: it does, or ``.grad`` has been set, which is put back.
@@ -147,8 +144,7 @@ def leaving_nothing(roots: Iterable[Any], freeze: bool = False) -> Iterator[None
         yield
         return
     before = State(roots)
-    frozen = before.tensors if freeze else ()
-    with _leaving_nothing(roots, before), in_words(), refused_changes(frozen):
+    with _leaving_nothing(roots, before), in_words(), refused_changes():
         yield
 
 

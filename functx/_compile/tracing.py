@@ -9,8 +9,10 @@ but made again.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from functx import _torch
-from functx._compile.state import refuse_traced
+from functx._compile.effects import refuse_kept
 from functx._core import TracingError, line_now, tree
 from functx._remat import operator_of, unseen
 from functx._torch import compiler, graphs
@@ -47,15 +49,58 @@ class Traced:
         known = [(operator_of(n.target), n.args) for n in calls]
         return any(op.draws and not op.draws_nothing(args) for op, args in known)
 
-    def written(self) -> list[int]:
-        """The inputs whose memory is written, by number."""
+    def keep_draws(self) -> int:
+        """Let the graph return random numbers that nothing reads; returns how many.
+
+        A compiler would not draw them, and the generator would not advance.
+        """
+        *nodes, output = self.graph.nodes
+        written = [nodes[i] for i in self.written()]
+        read = {*output.all_input_nodes}
+        for node in reversed(nodes):
+            if node in read or any(x in read or x in written for x in written_by(node)):
+                read |= {node, *node.all_input_nodes}
+        draws = [
+            node
+            for node in nodes
+            if isinstance(node.target, _torch.OpOverload)
+            and operator_of(node.target).draws
+            and not operator_of(node.target).draws_nothing(node.args)
+            and node not in read
+            and isinstance(node.meta.get("val"), Tensor)
+        ]
+        output.args = ([*output.args[0], *draws],)
+        return len(draws)
+
+    def written(self, hidden: bool = True) -> list[int]:
+        """The inputs whose memory is written, by number; as far as schemas say, if not hidden."""
         memory, written = dict[fx.Node, fx.Node](), set[fx.Node]()
         for node in self.graph.nodes:
             base = base_of(node)
             memory[node] = node if base is None else memory[base]
-            written |= {memory[x] for x in written_by(node)}
+            if hidden or node.target not in _torch.HIDDEN_WRITES:
+                written |= {memory[x] for x in written_by(node)}
         inputs = self.graph.find_nodes(op="placeholder")
         return [i for i, node in enumerate(inputs) if node in written]
+
+    def cotangents_read(self, n: int) -> list[int]:
+        """For each result, which of the last ``n`` inputs it depends on, as bits."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        first = len(inputs) - n
+        bits = {node: 1 << (i - first) if i >= first else 0 for i, node in enumerate(inputs)}
+        for node in self.graph.nodes:
+            if node not in bits:
+                bits[node] = functools.reduce(operator.or_, map(bits.get, node.all_input_nodes), 0)
+            for written in written_by(node):  # and what is written to
+                bits[written] |= bits[node]
+        *_, output = self.graph.nodes
+        return [bits.get(node, 0) for node in output.args[0]]
+
+    def root_of(self, node: fx.Node) -> fx.Node:
+        """The node whose memory a node gives a view of."""
+        while (base := base_of(node)) is not None:
+            node = base
+        return node
 
     def examples(self) -> list[Any]:
         """Fake inputs."""
@@ -80,7 +125,12 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
         cotangents.append(graphs.last_node())
         return cotangent
 
-    with unseen(), _torch.without_dispatch_modes(), compiler.compiling():
+    with (
+        unseen(),
+        without_saved_tensor_hooks(),
+        _torch.without_dispatch_modes(),
+        compiler.compiling(),
+    ):
         try:
             given = [t.detach() for t in args]
             module = graphs.make(traced, *given, dynamic=dynamic)
@@ -89,16 +139,31 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
                 raise
             raise TracingError(
                 f"functx.jit: at {line_now(error)} the function reads the "
-                f"value of a tensor in Python ({error}), which a graph can't. Compute with the "
-                "tensor (torch.where, masks), or pass the value as an argument that is no tensor."
+                f"value of a tensor in Python ({error}), which a graph can't (J4). Compute with "
+                "the tensor (torch.where, masks), or pass the value as an argument that is no "
+                "tensor."
             ) from error
     for node in cotangents:
         node.args = ([],)
     constants = _lift(module)
-    refuse_traced(constants)
+    refuse_kept(constants)
     _clean(module.graph)
     module.graph.eliminate_dead_code(lambda node: node in cotangents or graphs.acts(node))
     return Traced(module, module.graph, constants, cotangents)
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Without the hooks around a call: these are for what the compiled call saves (J5)."""
+    found = []
+    while (hooks := _torch.top_saved_tensor_hooks(True)) is not None:
+        found.append(hooks)
+        _torch.pop_saved_tensor_hooks()
+    try:
+        yield
+    finally:
+        for hooks in reversed(found):
+            _torch.push_saved_tensor_hooks(*hooks)
 
 
 def _lift(module: fx.GraphModule) -> list[Tensor]:
@@ -125,11 +190,22 @@ def _clean(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
         elif getattr(node.target, "namespace", "") == "profiler":  # does nothing to a value
             graph.erase_node(node)
+        elif _is_of_training(node):
+            # In training no running statistics are read. Saved, they would be changed by the next
+            # forward before this backward.
+            node.args = (*node.args[:3], None, None, *node.args[5:])
         elif node.target is aten._new_zeros_with_same_feature_meta.default:
             value = node.meta["val"]
             if 0 in value.stride():  # written next, and like an expanded tensor
                 node.target = aten.new_zeros.default
                 node.args, node.kwargs = (node.args[0], [*value.shape]), {}
+
+
+def _is_of_training(node: fx.Node) -> bool:
+    """Whether a node is the backward of a batch norm in training."""
+    if node.target is aten.cudnn_batch_norm_backward.default:
+        return True
+    return node.target is aten.native_batch_norm_backward.default and node.args[7] is True
 
 
 def _changes_layout(node: fx.Node) -> bool:

@@ -69,11 +69,13 @@ def is_tensor(leaf: Any) -> bool:
     return issubclass(type(leaf), torch.Tensor)
 
 
-def partition(tree: Any, belongs: Callable[[Any], bool] = is_tensor) -> tuple[list[Any], Any]:
+def partition(
+    tree: Any, belongs: Callable[[Any], bool] = is_tensor, is_leaf: Any = None
+) -> tuple[list[Any], Any]:
     """The tensors among the leaves, and how `combine` puts the tree together again."""
     if belongs(tree):
         return [tree], None
-    found, spec = flatten(tree)
+    found, spec = flatten(tree, is_leaf)
     others = [None if belongs(leaf) else (leaf,) for leaf in found]
     return [leaf for leaf, other in zip(found, others) if other is None], (spec, others)
 

@@ -28,6 +28,7 @@ from functx._remat.ledger import ledgers as all_ledgers
 from functx._remat.listener import Listener
 from functx._remat.region import Inputs
 from functx._remat.writes import check_written
+from functx._torch.graphs import standin_of
 
 # Change requires_grad of a tensor, to this unless they are told; or (`None`) its data.
 _CHANGES: dict[Any, bool | None] = {
@@ -216,7 +217,7 @@ class Captures(Listener):
 
     def capture(self, t: Tensor) -> int:
         """A foreign tensor becomes an input; returns its number."""
-        value = levels.alive(t)
+        value = standin_of(levels.alive(t))
         self.held.append(t)
         if self.outer is not None:
             (value,) = self.outer.take(CAPTURE, [value])

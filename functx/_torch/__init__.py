@@ -187,6 +187,7 @@ DynamicOutputShapeException = _fake_tensor.DynamicOutputShapeException
 
 # -- autocast, of which the public context keeps a depth that an interrupt would leave behind
 any_autocast = _C._is_any_autocast_enabled
+without_autocast = _C._DisableAutocast  # of all devices; the public context is for one
 
 # -- tracing: graphs inside of graphs, and values that stand for what a node gives
 unset_mode = _C._unset_dispatch_mode
@@ -344,6 +345,19 @@ FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
     (_deterministic, lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1])),
     (_precision, _set_precision),
+]
+
+
+# What else kernels are chosen by: a graph is for what these say.
+BACKENDS: list[Callable[[], Any]] = [
+    *(_C._get_mkldnn_enabled, _C._get_cudnn_enabled, _C._get_cudnn_benchmark),
+    *(_C._get_cudnn_deterministic, _C._get_nnpack_enabled, torch.is_anomaly_enabled),
+]
+# For a quick look at whether any of `FLAGS` has changed.
+QUICK: list[Callable[[], Any]] = [
+    *(torch.get_default_dtype, _C._get_flash_sdp_enabled, _C._get_mem_efficient_sdp_enabled),
+    *(_C._get_math_sdp_enabled, _C._get_cudnn_sdp_enabled, _C._get_sdp_priority_order),
+    *(_C._get_deterministic_algorithms, _C._get_deterministic_algorithms_warn_only, _precision),
 ]
 
 

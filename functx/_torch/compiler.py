@@ -19,6 +19,19 @@ from functx import _torch
 _eval_frame = torch._C._dynamo.eval_frame
 _profiler: Any = torch._C._profiler
 F = TypeVar("F", bound=Callable[..., Any])
+# Checks all tensors of a call in one pass of C++: class, dispatch keys (conjugation, inference
+# mode), requires_grad, dtype, device, sizes, strides, and that none is given twice.
+TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
+_distribution: Any = torch.distributions.Distribution
+_of_modules: Any = torch.nn.modules.module
+HOOKS_OF_ALL_MODULES: list[Any] = [  # dicts, which the functions that register hooks fill
+    *(_of_modules._global_forward_hooks, _of_modules._global_forward_pre_hooks),
+    *(_of_modules._global_backward_hooks, _of_modules._global_backward_pre_hooks),
+    *(
+        _of_modules._global_parameter_registration_hooks,
+        _of_modules._global_buffer_registration_hooks,
+    ),
+]
 
 
 def never_compiled(f: F, reason: str) -> F:
@@ -140,13 +153,20 @@ def in_plain_graph() -> bool:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """``torch.compiler.is_compiling()`` says so, as while ``torch.export`` traces."""
+    """``torch.compiler.is_compiling()`` says so, as while ``torch.export`` traces.
+
+    Distributions do not check their arguments, which reads values; torch's compiler sees to that
+    for good, when it is loaded.
+    """
     before = torch.compiler._is_compiling_flag
+    validates = _distribution._validate_args
     torch.compiler._is_compiling_flag = True
+    _distribution.set_default_validate_args(False)
     try:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+        _distribution.set_default_validate_args(validates)
 
 
 def without_compiled_autograd() -> Any:

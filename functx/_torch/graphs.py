@@ -6,8 +6,10 @@ and, where it is differentiated, those of its replay. Without a trace under way 
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +63,66 @@ def holds_for(fakes: list[Any]) -> Callable[[Any], bool]:
     return lambda args: not said or bool(sizes.evaluate_guards_expression(said, [*args]))
 
 
+class _Thread(threading.local):
+    """What stands for captured tensors in the trace of this thread."""
+
+    standin: Callable[[torch.Tensor], torch.Tensor] | None = None
+    refusals: list[Exception]  # of the trace under way, also those that the function catches
+
+
+_thread = _Thread()
+
+
+def note_refusal(error: Exception) -> Exception:
+    """Let the trace under way end in an error, though the function catches it."""
+    if hasattr(_thread, "refusals"):
+        _thread.refusals.append(error)
+    return error
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Around a function in a trace: raise the first error that was noted in it."""
+    before, _thread.refusals = getattr(_thread, "refusals", None), []
+    try:
+        yield
+        if _thread.refusals:
+            raise _thread.refusals[0]
+    finally:
+        if before is None:
+            del _thread.refusals
+        else:
+            _thread.refusals = before
+
+
+@contextmanager
+def exchanging(standin: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """While a function runs, ``standin`` gives what is computed with in place of a tensor."""
+    before, _thread.standin = _thread.standin, standin
+    try:
+        yield
+    finally:
+        _thread.standin = before
+
+
+def standin_of(t: torch.Tensor) -> torch.Tensor:
+    """What is computed with in place of ``t``; mostly ``t`` itself."""
+    return t if _thread.standin is None else _thread.standin(t)
+
+
+_asked_at_draws: list[Callable[[], None]] = []
+
+
+@contextmanager
+def asked_at_draws(ask: Callable[[], None]) -> Iterator[None]:
+    """Call ``ask`` before each operation of the graph under way that draws random numbers."""
+    _asked_at_draws.append(ask)
+    try:
+        yield
+    finally:
+        _asked_at_draws.remove(ask)
+
+
 class _NothingIsReal(_torch.TorchDispatchMode):
     """What is done to real tensors is traced, not done: a buffer would advance in the trace.
 
@@ -69,9 +131,12 @@ class _NothingIsReal(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
-            raise _torch.DataDependentOutputException(func)
+            raise note_refusal(_torch.DataDependentOutputException(func))
         if torch.Tag.dynamic_output_shape in func.tags and not _is_by_numbers(func, args):
-            raise _torch.DynamicOutputShapeException(func)
+            raise note_refusal(_torch.DynamicOutputShapeException(func))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            for ask in _asked_at_draws:
+                ask()
         if func in _torch.ANSWERS:
             return _torch.ANSWERS[func](*args)
         if func is torch.ops.aten._to_copy.default and not isinstance(args[0], torch.Tensor):
@@ -115,6 +180,13 @@ def same_value(t: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tenso
         twin = make()
     _proxy_tensor.set_proxy_slot(twin, mode.tracer, slot)
     return twin
+
+
+def fake_of(t: torch.Tensor) -> torch.Tensor:
+    """A fake tensor like ``t``, made below all transforms, outside of the graph under way."""
+    mode = infra_mode(_torch.FAKE)
+    with _torch.without_dispatch_modes(), _torch.cleared_interpreter_stack():
+        return mode.from_tensor(t.detach(), static_shapes=True)
 
 
 def empty_like(graph: torch.fx.Graph) -> torch.fx.Graph:

@@ -63,6 +63,12 @@ class Arrivals:
 def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals) -> Arrivals:
     """Runs the loss on each example, and hands over the gradients to new ``arrivals``."""
     key, hints = (batch.alone, batch.signature()), function.worth_factors
+    if function.compiled is not None and (found := function.compiled.run(batch)) is not None:
+        arrivals.values, arrivals.aux, arrivals.structure, rows = found
+        for leaf in range(len(rows)):
+            arrivals.gradient(leaf, rows[leaf])
+            rows[leaf] = None
+        return arrivals
     if arrivals.factors and not _torch.transforming() and hints.get(key, True):
         mode = KeepFactors(batch.size)
         before = random_state() if function.chunks.randomness != "error" else None
@@ -80,12 +86,6 @@ def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals)
         arrivals = replace(arrivals)
         if before is not None:
             restore_random_state(before)
-    elif function.compiled is not None and (found := function.compiled.run(batch)) is not None:
-        arrivals.values, arrivals.aux, arrivals.structure, rows = found
-        for leaf in range(len(rows)):
-            arrivals.gradient(leaf, rows[leaf])
-            rows[leaf] = None
-        return arrivals
     _pull_back(function, batch, arrivals, None)
     return arrivals
 

@@ -96,6 +96,41 @@ def test_a_batch_norm_advances_though_nobody_reads_its_result():
     assert_same(layers[1].running_mean, layers[0].running_mean)
 
 
+def test_numbers_that_nothing_reads_advance_the_generator_in_compiled_graphs_too():
+    def f(x):
+        nn.functional.dropout(x, 0.5)
+        return x.sin()
+
+    jitted, x, found = functx.jit(f, backend="aot_eager"), numbers(5), []
+    for g in (f, jitted, jitted):
+        torch.manual_seed(0)
+        assert_same(g(x), x.sin())
+        found.append(torch.rand(1).item())
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("backend", [as_traced, "aot_eager"])
+def test_two_forwards_of_a_batch_norm_may_come_before_one_backward(backend):
+    layer = nn.BatchNorm1d(4).double()
+    jitted = functx.jit(layer, backend=backend)
+
+    def gradients(f):
+        out = f(numbers(3, 4)).sin().sum() + f(numbers(3, 4, start=2.0)).cos().sum()
+        return torch.autograd.grad(out, [*layer.parameters()])
+
+    assert_same(gradients(jitted), gradients(layer), eps=64)
+
+
+@pytest.mark.parametrize("backend", [as_traced, "aot_eager"])
+def test_a_write_by_a_graph_counts_for_who_has_saved_the_tensor(backend):
+    total, w = torch.zeros(3).double(), numbers(3).requires_grad_()
+    jitted = functx.jit(lambda x: (total.add_(x), x.sin())[1], backend=backend)
+    product = w * total
+    jitted(numbers(3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
 def test_what_has_no_rule_around_a_jitted_function_says_so():
     x = numbers(3).requires_grad_()
     out = functx.jit(torch.sin, backend=as_traced)(x)

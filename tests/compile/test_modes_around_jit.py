@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import functx
 from functx import _torch
+from functx._core import compiler_warnings
 from functx._torch import compiler
 
 X = numbers(3)
@@ -42,13 +43,19 @@ def test_residuals_of_what_inductor_compiles_are_an_error_that_says_what_to_ask(
     assert_same(jitted(X), model(X), eps=8)
 
 
-def test_a_mode_around_the_first_call_changes_nothing():
+def test_a_mode_around_a_call_sees_it_in_eager_and_a_warning_says_so(monkeypatch):
+    monkeypatch.setattr(compiler_warnings, "_told", set())  # of other tests
     model = two_layers()
     jitted = functx.jit(model, backend="aot_eager")
-    counts = []
-    for _ in range(2):
+
+    def flops():
         with FlopCounterMode(display=False) as counter:
             assert_same(jitted(X), model(X), eps=8)
-        counts.append(counter.get_total_flops())
+        return counter.get_total_flops()
+
+    with pytest.warns(RuntimeWarning, match="runs in eager, inside of a dispatch mode") as seen:
+        counts = [flops(), flops()]
+    assert len([w for w in seen if w.category is RuntimeWarning]) == 1
     assert counts[0] == counts[1] == 2 * 2 * (3 * 4 + 4 * 4)
     assert _torch.dispatch_depth() == 0
+    assert_same(jitted(X), model(X), eps=8)

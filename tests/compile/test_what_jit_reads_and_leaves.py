@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import types
 
 import numpy as np
@@ -12,6 +13,7 @@ from references import assert_same
 from torch import nn
 
 import functx
+from functx._core import compiler_warnings
 
 from .jitted import as_traced
 
@@ -76,26 +78,36 @@ def test_a_tensor_that_would_be_left_is_an_error(owner, f, transform):
         jit(transform(f))(X)
 
 
-def test_what_else_a_function_does_to_objects_is_done_in_the_trace():
-    seen = []
-    assert_same(jit(lambda x: (seen.append(len(x)), x.sin())[1])(X), X.sin())
-    assert seen == [3]
+def test_what_else_a_function_does_to_objects_is_done_in_eager_at_each_call(monkeypatch):
+    monkeypatch.setattr(compiler_warnings, "_told", set())  # of other tests
+    seen, traced = [], []
+    f = lambda x: (seen.append(len(x)), x.sin())[1]
+    jitted = functx.jit(f, backend=lambda m, _: traced.append(m) or m)
+    with pytest.warns(RuntimeWarning, match=r"runs in eager, as it changes the items"):
+        assert_same(jitted(X), X.sin())
+    assert_same(jitted(X), X.sin())
+    assert seen == [3, 3]
+    assert len(traced) <= 1
 
 
-def test_a_tensor_left_where_functx_does_not_look_computes_nothing_silently():
+def test_a_tensor_left_where_functx_does_not_look_computes_nothing_silently(monkeypatch):
     @functools.cache
     def table(n):
         return torch.arange(float(n))
 
     jitted, expected = jit(lambda x: x * table(3)), X * torch.arange(3.0)
     assert_same(jitted(X), expected)
-    with pytest.raises(functx.TracingError, match="is kept"):
-        jitted(numbers(2, 3))
-    with pytest.raises(AssertionError, match="FakeTensor"):
-        X * table(3)
-    table.cache_clear()
-    table(3)
     assert_same(jitted(numbers(2, 3)), numbers(2, 3) * torch.arange(3.0))
+    assert_same(X * table(3), expected)
+
+    def keeps(x):
+        math.left = x.sin()  # a module of the standard library is not looked into
+        return x.sum()
+
+    monkeypatch.setattr(math, "left", None, raising=False)
+    jit(keeps)(X)
+    with pytest.raises(AssertionError, match="FakeTensor"):
+        X * math.left
 
 
 def test_a_hook_that_reads_its_own_tensor_is_not_taken_for_one_that_keeps_it():
@@ -134,7 +146,8 @@ def test_what_changes_may_be_returned_in_parts():
     assert_same(functx.remat(step)(state(), X), step(state(), X))
 
 
-def test_a_second_trace_does_not_begin_where_the_first_one_ended():
+def test_a_second_trace_does_not_begin_where_the_first_one_ended(monkeypatch):
+    monkeypatch.setattr(compiler_warnings, "_told", set())  # of other tests
     depth = 0
 
     def f(x):
@@ -145,18 +158,35 @@ def test_a_second_trace_does_not_begin_where_the_first_one_ended():
         depth -= 1
         return out
 
-    with pytest.raises(functx.TracingError, match=r"traced once more.*has changed what it reads"):
-        functx.jit(f, backend=as_traced, dynamic=True)(numbers(4, 3))
+    jitted = functx.jit(f, backend=as_traced, dynamic=True)
+    with pytest.warns(RuntimeWarning, match="one graph for all sizes is not to be had"):
+        found = jitted(torch.ones(4, 3))
+    assert {*found.unique().tolist()} <= {0.0, 2.0}
 
 
 # -- tensors that it is given twice
 
 
+class Dot(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a.sum() * b.sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        return g * b.sum() * torch.ones_like(a), g * a.sum() * torch.ones_like(b)
+
+
 def test_gradients_of_a_tensor_and_of_one_computed_of_it_are_not_mixed():
     w = X.clone().requires_grad_()
     for h in (w + 1, w[:2], w * w):
+        f = lambda x, h=h: h.sum() + (2 * w + x).sum()
+        of_w = [torch.autograd.grad(g(X), w, retain_graph=True)[0] for g in (jit(f), f)]
+        assert_same(*of_w)
         with pytest.raises(functx.TracingError, match="computed of it outside"):
-            jit(lambda x, h=h: h.sum() + (2 * w + x).sum())(X)
+            jit(lambda x, h=h: Dot.apply(w, h) + x)(X)  # which no function mode is shown
     h = w + 1
     (got,) = torch.autograd.grad(jit(lambda h: (h + 2 * w).sum())(h), w)
     assert_same(got, torch.full_like(w, 3.0))
@@ -312,12 +342,22 @@ def test_another_value_traces_again(f, change, monkeypatch):
 
 def test_a_function_that_is_traced_at_every_call_warns_of_what_changes():
     owner = types.SimpleNamespace(steps=0, scale=2.0)
-    jitted = jit(lambda x: x * owner.scale)
-    for _ in range(7):
-        assert_same(jitted(X), X * 2)
+    jitted = jit(lambda x: x * owner.scale + owner.steps)
+    for steps in range(7):
+        assert_same(jitted(X), X * 2 + steps)
         owner.steps += 1
     with pytest.warns(RuntimeWarning, match=r"eighth trace.*: 6, then 7\. Give a tensor"):
+        assert_same(jitted(X), X * 2 + 7)
+
+
+def test_what_no_code_that_runs_names_is_no_part_of_a_signature():
+    owner, traced = types.SimpleNamespace(steps=0, scale=2.0), []
+    jitted = functx.jit(lambda x: x * owner.scale, backend=lambda m, _: traced.append(m) or m)
+    for _ in range(3):
         assert_same(jitted(X), X * 2)
+        owner.steps += 1
+        owner.log = [owner.steps]
+    assert len(traced) == 1
 
 
 def test_a_logger_is_not_looked_into():
@@ -346,7 +386,7 @@ def test_a_recurrent_layer_is_traced_once_with_the_weights_it_is_given():
         weights = {name: p.detach() + 1 for name, p in net.named_parameters()}
         expected = functx.functional_call(net, weights, (X[None],))[0]
         assert_same(jitted(weights, X[None]), expected)
-        assert len(traced) == 2  # a forward and a backward: its own parameters require grad
+        assert len(traced) == 1  # a forward: its own parameters, which require grad, are not read
 
 
 def test_a_tensor_of_a_module_is_an_input():

@@ -171,3 +171,14 @@ def test_eager_where_something_else_looks_on(graphs):
     assert graphs.ran == 0
     assert_same(f(w, X), expected, eps=16)
     assert graphs.ran == 2
+
+
+def test_a_clipped_sum_is_compiled_from_its_first_call_on():
+    graphs = []
+    backend = lambda module, _: graphs.append(module) or module
+    loss = lambda w, x: (w * x).sin().sum()
+    clipped = per_sample.clipped_sum(loss, max_norm=1.0, compile={"backend": backend})
+    w, x = numbers(3), numbers(8, 3)
+    expected = per_sample.clipped_sum(loss, max_norm=1.0)(w, x)
+    assert_same(clipped(w, x), expected, eps=16)
+    assert len(graphs) == 1

@@ -118,6 +118,51 @@ def test_torch_s_checkpoint_runs_what_its_attribute_names_and_its_graph_operator
     assert called == [__name__, wrap.__name__, wrap.__name__]
 
 
+def test_guards_of_torch_know_what_a_tensor_is_and_that_none_is_given_twice():
+    x = torch.ones(2, 3)
+    guards = compiler.TensorGuards(
+        x, dynamic_dims_sizes=[[None, 3]], dynamic_dims_strides=[[None, None]]
+    )
+    assert guards.check(torch.zeros(4, 3))
+    others = x[:, :2], x.double(), x.clone().requires_grad_(), torch.nn.Parameter(x)
+    assert not any(map(guards.check, others))
+    pair = compiler.TensorGuards(
+        x, x + 1, dynamic_dims_sizes=[[2, 3]] * 2, dynamic_dims_strides=[[3, 1]] * 2
+    )
+    assert pair.check(x, torch.zeros(2, 3))
+    assert not pair.check(x, x)
+    z = torch.ones(2, dtype=torch.complex64)
+    guards = compiler.TensorGuards(z, dynamic_dims_sizes=[[2]], dynamic_dims_strides=[[1]])
+    assert not guards.check(z.conj())
+
+
+def test_hooks_of_all_modules_are_in_dicts_that_stay():
+    modules = torch.nn.modules.module
+    registers = (
+        *(modules.register_module_forward_hook, modules.register_module_forward_pre_hook),
+        *(
+            modules.register_module_full_backward_hook,
+            modules.register_module_buffer_registration_hook,
+        ),
+    )
+    for register in registers:
+        handle = register(lambda *args: None)
+        try:
+            assert any(compiler.HOOKS_OF_ALL_MODULES)
+        finally:
+            handle.remove()
+        assert not any(compiler.HOOKS_OF_ALL_MODULES)
+
+
+def test_a_compile_is_told_and_distributions_check_nothing_then():
+    before = torch.distributions.Distribution._validate_args
+    with compiler.compiling():
+        assert torch.compiler.is_compiling()
+        torch.distributions.Normal(0.0, -1.0)  # which it would refuse
+    assert not torch.compiler.is_compiling()
+    assert torch.distributions.Distribution._validate_args is before
+
+
 def test_a_module_reads_its_tensors_from_the_dicts_that_slots_are_in():
     layer = torch.nn.LSTM(2, 2)
     layer.register_buffer("scale", torch.ones(2))

@@ -1,0 +1,222 @@
+"""The memory of a jitted function: its programs, and the calls that have run them.
+
+A *program* serves all calls whose arguments and state are equal by value. An *entry* is one such
+call: it holds for another call if the arguments are alike and all that it guards is still the same
+object. That takes microseconds. Where no entry holds, a search says by value whether there is a
+program, and there is a new entry.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch
+from functx._compile.guards import Guards
+from functx._compile.program import Program
+from functx._compile.running import Ran
+from functx._compile.search import PLAIN, Search
+from functx._compile.surroundings import alike, base_of, described
+from functx._remat import is_tracked
+from functx._torch import compiler, level_of
+
+_MOST, _MOST_OF_ONE = 16, 4  # entries of one function, and of one program
+
+
+class Programs(dict[Any, list[Any]]):
+    """By arguments and surroundings, the programs that there are."""
+
+
+class Entries(list[Any]):
+    """The entries of a function, the one that held last first."""
+
+    def put(self, entry: Entry) -> None:
+        """Add one; the oldest goes."""
+        same = [e for e in self if e.program is entry.program]
+        if len(same) == _MOST_OF_ONE:
+            self.remove(same[-1])
+        self.insert(0, entry)
+        del self[_MOST:]
+
+    def drop(self, entry: Entry) -> None:
+        """Remove one, if it is there."""
+        with suppress(ValueError):
+            self.remove(entry)
+
+
+@dataclass
+class Known:
+    """A program, with the state that a call must have for it, and objects that it returns."""
+
+    program: Program
+    ran: Ran | None  # what the search follows; ``None`` for everything
+    key: Any  # of the state
+    held: Any  # the objects whose ids are in the key
+    returned: Sequence[Any] = ()  # objects in reach that are results
+    read: Sequence[int] = ()  # the slots whose tensors the program is given
+
+    def returns(self, found: Search) -> bool:
+        """Whether what it returns is in reach."""
+        ids = {*map(id, found.held)} if self.returned else ()
+        return all(id(x) in ids for x in self.returned)
+
+
+def state_key(found: Search, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """All of a state by value, and which tensors it shares with the arguments."""
+    kinds = tuple([(*described(base_of(t), True), is_tracked(t)) for t in found.tensors])
+    return found.key, kinds, alike([*tensors, *found.tensors])
+
+
+class Entry:
+    """One call of a program, and what must be the same for another one."""
+
+    def __init__(
+        self,
+        known: Known,
+        found: Search,
+        tensors: Sequence[Tensor],
+        how: Any,
+        settings: Any,
+        forget: Callable[[Entry], None],
+    ) -> None:
+        program = known.program
+        self.known, self.program, self._settings = known, program, settings
+        self._spec, others = how
+        self._n, self.depth = len(tensors), _torch.functorch_depth()
+        reference: Any = weakref.ref(self, None)
+
+        def dead(_: Any) -> None:
+            if (entry := reference()) is not None:
+                forget(entry)
+
+        self._others = [None if o is None else _same_as(o[0], dead) for o in others]
+        self._has_others = any(self._others)
+        weakly = {id(o[0]) for o in others if o is not None}
+        self._guards = Guards(found, weakly)
+        every = [*tensors, *found.tensors]
+        self._pick: Any = None
+        if known.read != [*range(len(found.tensors))]:
+            self._pick = functools.partial(_picked, known.read)
+        # torch's own guards know strided tensors of the base level, and each of them once.
+        first = alike(every)
+        self._alike = None if first == (*range(len(every)),) else first
+        plain = [
+            i
+            for i, t in enumerate(every)
+            if first[i] == i and t.layout is torch.strided and level_of(t) <= 0
+        ]
+        self._all_plain = len(plain) == len(every)
+        self._plain, chosen = plain, set(plain)
+        self._rest = [i for i in range(len(every)) if i not in chosen]
+        self._sized = [not program.dynamic or i >= len(tensors) for i in range(len(every))]
+        self._kinds = self._described(every)
+        self._tensor_guards = None
+        if plain:
+            sizes = [
+                [*every[i].shape] if self._sized[i] else [None] * every[i].dim() for i in plain
+            ]
+            strides = [
+                [*every[i].stride()] if self._sized[i] else [None] * every[i].dim() for i in plain
+            ]
+            self._tensor_guards = compiler.TensorGuards(
+                *(every[i] for i in plain),
+                dynamic_dims_sizes=sizes,
+                dynamic_dims_strides=strides,
+            )
+        # With pending conjugation or negation, or a wrapper of a level that has ended:
+        given = [*tensors, *(found.tensors[i] for i in known.read)]
+        self.lazy = [
+            i
+            for i, t in enumerate(given)
+            if t.is_conj() or t.is_neg() or _torch.unwrap_if_dead(t) is not t
+        ]
+        self._asks = program.asked_leafness or program.asked_offset or program.dynamic
+        self._asks = self._asks or bool(program.asked)
+
+    def state(self, settings: Any, spec: Any, others: Any, tensors: Any) -> Any:
+        """The tensors of the state, if this holds for a call; else ``None``."""
+        if settings != self._settings or len(tensors) != self._n:
+            return None
+        if spec is not self._spec and spec != self._spec:
+            return None
+        if self._has_others or len(others) != self._n:
+            for other, is_same in zip(others, self._others):
+                if other is None or is_same is None:
+                    if other is not is_same:
+                        return None
+                elif not is_same(other[0]):
+                    return None
+        state = self._guards.read()
+        if state is None or self.depth != _torch.functorch_depth():
+            return None
+        if self._all_plain:
+            guards = self._tensor_guards
+            if guards is not None and not guards.check(*tensors, *state):
+                return None
+        elif not self._hold_for([*tensors, *state]):
+            return None
+        if self._pick is not None:
+            state = self._pick(state)
+        if self._asks and not self.program.fits(tensors, state):
+            return None
+        return state
+
+    def is_intact(self, state: Sequence[Tensor]) -> bool:
+        """Whether all that is guarded is still the same, and these are the tensors of the state."""
+        found = self._guards.read()
+        if found is None:
+            return False
+        found = found if self._pick is None else self._pick(found)
+        return [*map(id, found)] == [*map(id, state)]
+
+    def _hold_for(self, every: Sequence[Tensor]) -> bool:
+        if alike(every) != (self._alike or (*range(len(every)),)):
+            return False
+        guards = self._tensor_guards
+        if guards is not None and not guards.check(*[every[i] for i in self._plain]):
+            return False
+        return self._described(every) == self._kinds
+
+    def _described(self, every: Sequence[Tensor]) -> list[Any]:
+        return [
+            (
+                level_of(every[i]),
+                *described(base_of(every[i]), self._sized[i]),
+                is_tracked(every[i]),
+            )
+            for i in self._rest
+        ]
+
+
+def _picked(numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensors[i] for i in numbers]
+
+
+def _same_as(value: Any, dead: Callable[[Any], Any]) -> Callable[[Any], bool]:
+    """Whether an argument is this one; an object is known weakly, and its end ends the entry."""
+    kind = type(value)
+    if kind in PLAIN:
+        return functools.partial(_is_equal, value, kind)
+    try:
+        return functools.partial(_is_object, weakref.ref(value, dead))
+    except TypeError:  # its class allows no weak references
+        return lambda x: x is value
+
+
+def _is_equal(value: Any, kind: Any, x: Any) -> bool:
+    if x is value:
+        return True
+    if type(x) is not kind or x != value:
+        return False
+    return kind not in (float, complex) or repr(x) == repr(value)
+
+
+def _is_object(reference: Any, x: Any) -> bool:
+    return reference() is x

@@ -1,0 +1,138 @@
+"""The flat list that a call checks, and where it reads the tensors of the state (J3).
+
+Each kind of guard is a few columns of one length, so that a check is one pass of C code without a
+Python call for each guard. Everything is compared by identity: the methods ``__eq__`` of users and
+of tensors are never called, and 1, 1.0 and True stay apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Container, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from functx._compile.search import CELL, CODE, FIXED, ITEM, Search
+
+_ERRORS = KeyError, IndexError, ValueError, AttributeError, TypeError
+_is, _get, _call = operator.is_, operator.getitem, operator.call
+
+
+class Guards:
+    """The guards and slots of a search, as columns."""
+
+    def __init__(self, found: Search, weakly: Container[int] = ()) -> None:
+        """``weakly`` are the ids of objects that the caller compares, and which may die."""
+        kinds = [k for k in found.kinds if id(k[0]) not in weakly]
+        cells = [r[1:] for r in found.reads if r[0] is CELL]
+        codes = [r[1:] for r in found.reads if r[0] is CODE]
+        reads = [r for r in found.reads if r[0] not in (CELL, CODE)]
+        checks: list[Any] = [
+            (_are_falsy, _columns(found.falsy)),
+            (_are_empty, (tuple(found.empty),) if found.empty else ()),
+            (_have_lengths, _columns(found.lengths)),
+            (_hold, _columns(found.items)),
+            (functools.partial(_give, type), _columns(kinds)),
+            (functools.partial(_give, CELL), _columns(cells)),
+            (functools.partial(_give, CODE), _columns(codes)),
+            (_have_keys, _columns(found.orders)),
+            (_read, _columns(reads)),
+            (_are_absent, _columns(found.absent)),
+            (_are_equal, _columns(found.values)),
+        ]
+        self._checks: Any = [(check, columns) for check, columns in checks if columns]
+        self._slots(found)
+
+    def _slots(self, found: Search) -> None:
+        """Where tensors are: the first place of each is read, the others must hold the same."""
+        firsts = [(slots[0], number) for number, slots in enumerate(found.slots)]
+        items = [(place, n) for place, n in firsts if place[0] is ITEM]
+        reads = [(place, n) for place, n in firsts if place[0] is not ITEM]
+        self._has_tensors = bool(firsts)
+        self._in_items = _columns([place[1:] for place, _ in items]) or ((), ())
+        self._in_reads = tuple(
+            (_fixed, first) if how is FIXED else (first, second)
+            for (how, first, second), _ in reads
+        )
+        numbers = [n for _, n in (*items, *reads)]
+        self._order: Any = None
+        if numbers != [*range(len(numbers))]:
+            at = {n: i for i, n in enumerate(numbers)}
+            self._order = operator.itemgetter(*(at[n] for n in range(len(numbers))))
+        others = [(place, n) for n, slots in enumerate(found.slots) for place in slots[1:]]
+        same = [(first, second, n) for (how, first, second), n in others if how is ITEM]
+        self._same_items = _columns(same) or ((), (), ())
+        self._same_reads = tuple(
+            (first, second, n) for (how, first, second), n in others if how not in (ITEM, FIXED)
+        )
+
+    def read(self) -> Sequence[Tensor] | None:
+        """The tensors of the state, or ``None`` where something is not what it was."""
+        try:
+            for check, columns in self._checks:
+                if not check(*columns):
+                    return None
+            return self._tensors() if self._has_tensors else ()
+        except _ERRORS:
+            return None
+
+    def _tensors(self) -> Sequence[Tensor] | None:
+        tensors: list[Any] = [*map(_get, *self._in_items)]
+        for function, x in self._in_reads:
+            tensors.append(function(x))
+        if self._order is not None:
+            tensors = [*self._order(tensors)]
+        boxes, keys, numbers = self._same_items
+        if numbers and not all(map(_is, map(_get, boxes, keys), map(tensors.__getitem__, numbers))):
+            return None
+        for function, x, n in self._same_reads:
+            if function(x) is not tensors[n]:
+                return None
+        return tensors
+
+
+def _fixed(t: Tensor) -> Tensor:
+    return t
+
+
+def _columns(rows: Sequence[Any]) -> tuple[Any, ...]:
+    """Rows as columns; nothing for no rows."""
+    return tuple(zip(*rows))
+
+
+def _are_falsy(boxes: Any, keys: Any) -> bool:
+    return not any(map(_get, boxes, keys))
+
+
+def _are_empty(boxes: Any) -> bool:
+    return not any(boxes)
+
+
+def _have_lengths(boxes: Any, lengths: Any) -> bool:
+    return (*map(len, boxes),) == lengths
+
+
+def _hold(boxes: Any, keys: Any, values: Any) -> bool:
+    return all(map(_is, map(_get, boxes, keys), values))
+
+
+def _give(function: Any, objects: Any, values: Any) -> bool:
+    return all(map(_is, map(function, objects), values))
+
+
+def _have_keys(boxes: Any, keys: Any) -> bool:
+    return all(map(operator.eq, map(tuple, boxes), keys))
+
+
+def _read(functions: Any, objects: Any, values: Any) -> bool:
+    return all(map(_is, map(_call, functions, objects), values))
+
+
+def _are_absent(spaces: Any, names: Any) -> bool:
+    return not any(map(operator.contains, spaces, names))
+
+
+def _are_equal(functions: Any, objects: Any, values: Any) -> bool:
+    return (*map(_call, functions, objects),) == values

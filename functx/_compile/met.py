@@ -1,0 +1,336 @@
+"""Handles the tensors that a trace meets, and refuses what a graph can't do to them.
+
+NOTE [stand-ins]
+A tensor that the function captures (J2) has hooks, a tape and values, and none of these belong into
+a graph. So a function mode exchanges it for a *stand-in*: a fake tensor that is an input of the
+graph, and a leaf without hooks. Python code goes on seeing the captured tensor itself, so that
+``a is b``, ``isinstance(w, nn.Parameter)`` and dicts by tensors work. What no function mode is
+shown (``Function.apply``, transforms, the nodes of regions) gets the captured tensor itself, which
+is then on the tape: `operation` asks for both gradients, and adds them.
+
+The same mode refuses what a graph can't do (J4), before it happens, and notes what must be done
+again after each call: changes of the shape of an argument in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch
+from functx._compile.intact import RefusedChanges
+from functx._core import TracingError, is_internal, line_now
+from functx._remat import tape_of
+from functx._torch import graphs
+
+_A: Any = Tensor  # whose attributes are descriptors, and for type checkers what they give
+# By name, since operators come as methods, functions and overloads.
+_RESHAPES = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}
+_OTHER_CHANGES = {"resize_", "resize_as_", "set_", "detach_", "share_memory_", "as_strided_"}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
+_VALUES = {
+    *("tolist", "numpy", "data_ptr", "__array__", "__dlpack__", "storage", "untyped_storage"),
+    *("__reduce_ex__", "pin_memory"),
+}
+_STORAGES = {"storage", "untyped_storage", "data_ptr"}
+_GRAD = {_A.grad.__get__}
+_LEAFNESS = {_A.is_leaf.__get__, _A.grad_fn.__get__}
+_BITS = {Tensor.is_conj, Tensor.is_neg}
+_OFFSET = Tensor.storage_offset
+
+
+def is_leaf(t: Tensor) -> bool:
+    """Whether it is a leaf of the tape."""
+    return t.is_leaf
+
+
+def has_gradient(t: Tensor) -> bool:
+    """Whether its ``.grad`` is set."""
+    return t.is_leaf and t.grad is not None
+
+
+def has_hooks(t: Tensor) -> bool:
+    """Whether it has hooks for its gradient."""
+    return bool(t._backward_hooks)
+
+
+class Exchange(RefusedChanges):
+    """Exchanges captured tensors for stand-ins; see NOTE [stand-ins].
+
+    Args:
+        captured: The tensors that a search has found.
+        standin: What stands for one of these, by its number.
+        given: The arguments in the trace.
+    """
+
+    def __init__(
+        self, captured: Sequence[Tensor], standin: Callable[[int], Tensor], given: Sequence[Tensor]
+    ) -> None:
+        super().__init__([*captured, *given])
+        self._standin = standin
+        self.numbers = {id(t): i for i, t in enumerate(captured)}
+        self.hooked: list[Tensor] = []  # tensors of the trace
+        self._computed: dict[int, Tensor] = {}  # those met that are not leaves, by number
+        # Questions that the trace has asked about captured tensors, by number, and the answers:
+        self.asked: dict[tuple[int, Callable[[Tensor], Any]], Any] = {}
+
+    def standin(self, t: Tensor) -> Tensor:
+        """The stand-in of a captured tensor; any other tensor as it is."""
+        number = self.numbers.get(id(t))
+        if number is None:
+            return self._not_found(t)
+        if t.grad_fn is not None:
+            self._computed[number] = t
+        return self._standin(number)
+
+    def _is_below(self, t: Tensor) -> bool:
+        """Whether a captured tensor that was met is computed of this one, outside."""
+        others = [other for other in self._computed.values() if other is not t]
+        nodes = {*tape_of(others, 0)} if others else set()
+        leaves = {id(getattr(node, "variable", None)) for node in nodes}
+        return id(t) in leaves or (t.grad_fn is not None and t.grad_fn in nodes)
+
+    def _not_found(self, t: Tensor) -> Tensor:
+        return t
+
+    def ask(self, question: Callable[[Tensor], Any], t: Tensor) -> Any:
+        """The answer for a captured tensor; the graph is for calls with the same one."""
+        answer = self.asked[self.numbers[id(t)], question] = question(t)
+        return answer
+
+    def _exchanged(self, x: Any) -> Any:
+        kind = type(x)
+        if issubclass(kind, Tensor):
+            return self.standin(x)
+        if kind is tuple or kind is list:
+            return kind([self._exchanged(v) for v in x])
+        if kind is dict:
+            return {k: self._exchanged(v) for k, v in x.items()}
+        return x
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            return self._gradients(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        exchanged = [self._exchanged(a) for a in args]
+        options = {k: self._exchanged(v) for k, v in kwargs.items()}
+        result = func(*exchanged, **options)
+        if isinstance(result, Tensor):  # `w.add_(1)` gives w
+            pairs = (*zip(args, exchanged), *zip(kwargs.values(), options.values()))
+            return next((a for a, b in pairs if b is result), result)
+        return result
+
+    def _gradients(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """``torch.autograd.grad`` inside: with respect to stand-ins, and to what they stand for."""
+        single = isinstance(inputs, Tensor)
+        wanted = [inputs] if single else [*inputs]
+        mine = [isinstance(t, Tensor) and id(t) in self.numbers for t in wanted]
+        for t, is_mine in zip(wanted, mine):
+            if is_mine and self.ask(has_hooks, t):
+                raise refused(
+                    "takes a gradient with respect to a captured tensor that has hooks",
+                    "Pass the tensor as an argument, or remove the hooks.",
+                )
+            if is_mine and self._is_below(t):
+                raise refused(
+                    "takes a gradient with respect to a captured tensor, of which another captured "
+                    "tensor is computed outside",
+                    "Compute that in the function, or pass it as an argument.",
+                )
+        outputs, args, kwargs = (self._exchanged(x) for x in (outputs, args, kwargs))
+        if not any(mine):
+            return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+        both = [self._exchanged(t) for t in wanted]
+        both += [t for t, is_mine in zip(wanted, mine) if is_mine]
+        names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
+        options = {**dict(zip(names, args)), **kwargs}
+        unused = options.pop("allow_unused", None) or options.get("materialize_grads", False)
+        materialize = options.pop("materialize_grads", False)
+        found = [*torch.autograd.grad(outputs, both, allow_unused=True, **options)]
+        rest = iter(found[len(wanted) :])
+        found = [_sum(g, next(rest)) if is_mine else g for g, is_mine in zip(found, mine)]
+        if not unused and any(g is None for g in found):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set "
+                "allow_unused=True if this is the desired behavior."
+            )
+        if materialize:
+            pairs = zip(wanted, found)
+            found = [torch.zeros_like(self.standin(t)) if g is None else g for t, g in pairs]
+        return (*found,)
+
+
+class Met(Exchange):
+    """Exchanges captured tensors, and refuses what a graph can't do to what was there before.
+
+    Args:
+        captured: The tensors that a search has found.
+        standin: What stands for one of these, by its number.
+        given: The arguments in the trace.
+        arguments: The arguments of the call, if they are at hand.
+        generators: Those that the search has found.
+        inside: Whether the call is inside of a transform.
+    """
+
+    def __init__(
+        self,
+        captured: Sequence[Tensor],
+        standin: Callable[[int], Tensor],
+        given: Sequence[Tensor],
+        arguments: Sequence[Tensor],
+        generators: Iterable[torch.Generator],
+        inside: bool,
+    ) -> None:
+        super().__init__(captured, standin, given)
+        self._real, self._inside = arguments, inside
+        self._arguments = {id(t): i for i, t in enumerate(given) if id(t) not in self.numbers}
+        self._generators = {id(g) for g in generators}
+        self.reshaped: list[tuple[int, Any, Any, Any]] = []  # argument, function, arguments of it
+        self.asked_leafness = self.asked_offset = False
+
+    def standin(self, t: Tensor) -> Tensor:
+        """The stand-in of a captured tensor, unless a plan inside of the trace is asking."""
+        return t if _torch.proxy_mode() is None else super().standin(t)
+
+    def _not_found(self, t: Tensor) -> Tensor:
+        if self._inside and _torch.is_wrapped(t):
+            self._check_level(t)
+        return t
+
+    def _check_level(self, t: Tensor) -> None:
+        value = t
+        while _torch.is_wrapped(value):
+            value = _torch.inner_of(value)
+        if not isinstance(value, _torch.FakeTensor) and id(value) not in self.numbers:
+            raise refused(
+                "reads a tensor of a transform around, which functx.jit can't find again at the "
+                "next call",
+                "Pass it as an argument.",
+            )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (said := self._refused(func, args, kwargs)) is not None:
+            raise graphs.note_refusal(
+                TracingError(f"functx.jit: at {line_now()} the function {said}.")
+            )
+        if args and isinstance(args[0], Tensor):
+            self._check(func, args, kwargs)
+            if func in _LEAFNESS and id(args[0]) in self.numbers:
+                self.ask(is_leaf, args[0])
+                return func(*args)  # of the captured tensor itself
+            if func in _BITS and self._real and id(args[0]) in self._arguments:
+                return func(self._real[self._arguments[id(args[0])]])
+            if func is Tensor.__deepcopy__:
+                return self._copied(args[0])
+        if (generator := kwargs.get("generator")) is not None:
+            self._check_generator(generator)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _copied(self, t: Tensor) -> Tensor:
+        """``copy.deepcopy``, which would copy values."""
+        copy = self.standin(t).detach().clone()
+        return copy.requires_grad_(t.requires_grad)
+
+    # -- what a graph can't do
+
+    def _check(self, func: Any, args: Any, kwargs: Any) -> None:
+        t, name = args[0], _name(func)
+        if name in _VALUES:
+            self._check_values(name, t)
+        is_captured, number = id(t) in self.numbers, self._arguments.get(id(t))
+        if not is_captured and number is None:
+            if name in _HOOKS:
+                self.hooked.append(t)
+            return
+        what = "a captured tensor" if is_captured else "an argument"
+        if name in _RESHAPES and number is not None:
+            self.reshaped.append((number, func, args[1:], kwargs))
+        elif name in _OTHER_CHANGES:
+            raise refused(
+                f"changes what {what} is, by {name}() or the like", "Do it outside, or to a copy."
+            )
+        elif name in _HOOKS or func is _A._backward_hooks.__set__:
+            raise refused(
+                f"registers a hook on {what} ({name}), which would be there once for each trace",
+                "Register it outside, or on a view of the tensor (x.view_as(x)).",
+            )
+        elif name == "retain_grad" and not t.is_leaf:
+            raise refused(f"calls retain_grad of {what}", "Call it outside.")
+        elif func in _GRAD:
+            self._check_gradient(t, number)
+        elif func in _LEAFNESS:
+            self.asked_leafness = True
+        elif func is _OFFSET:
+            self.asked_offset = True
+
+    def _check_gradient(self, t: Tensor, number: int | None) -> None:
+        """Refuse reading ``.grad``, unless there is none."""
+        real = t if number is None else (self._real[number] if self._real else t)
+        if real.is_leaf and real.grad is not None:
+            raise refused(
+                "reads .grad of a tensor, as an optimizer's step() does",
+                "Call step() outside, or give gradients as arguments.",
+            )
+        if number is None:
+            self.ask(has_gradient, t)
+
+    def _check_values(self, name: str, t: Tensor) -> None:
+        if name not in _STORAGES:
+            raise refused(
+                f"reads the value of a tensor in Python ({name})",
+                "Compute with the tensor (torch.where, masks), or pass the value as an argument "
+                "that is no tensor.",
+            )
+        is_input = id(t) in self.numbers or id(t) in self._arguments
+        if is_input and _is_called_by_the_user():
+            raise refused(f"takes the storage of a tensor ({name})", "Do that outside.")
+
+    def _check_generator(self, generator: Any) -> None:
+        if isinstance(generator, torch.Generator) and id(generator) not in self._generators:
+            raise refused(
+                "draws from a torch.Generator that it makes, or that functx.jit can't find again",
+                "Make the generator outside, and pass or capture it.",
+            )
+
+
+def refused(what: str, remedy: str) -> TracingError:
+    """An error that names the line, what the function does there, and what to do."""
+    error = TracingError(
+        f"functx.jit: at {line_now()} the function {what}, which a graph can't (J4). {remedy}"
+    )
+    graphs.note_refusal(error)
+    return error
+
+
+def _name(func: Any) -> str:
+    """The name of an operator or a method, without its overload."""
+    return str(getattr(func, "_opname", None) or getattr(func, "__name__", ""))
+
+
+def _sum(one: Any, other: Any) -> Any:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+_TORCH = (torch.__file__.removesuffix("__init__.py"), contextlib.__file__)
+
+
+def _is_called_by_the_user() -> bool:
+    """Whether the nearest code that is not torch's is not functx's either."""
+    frame = sys._getframe(1)
+    skipped = (*_TORCH, __file__)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped):
+        frame = frame.f_back
+    return not is_internal(frame.f_code.co_filename)
+
+
+def twin(t: Tensor) -> Tensor:
+    """A fake tensor that is, in the graph under way, the tensor ``t``."""
+    return graphs.same_value(t, lambda: graphs.fake_of(t))

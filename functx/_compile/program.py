@@ -1,0 +1,501 @@
+"""One graph of a function: traced, compiled, and what a call does in addition to running it.
+
+The inputs of a program are the arguments, and then tensors of the state (J2): captured tensors,
+which lie in slots. Where a result depends on an input that requires grad, it is two graphs, forward
+and backward, traced together and cut where the pullback begins (`tracing.cut`), so that the second
+reads what regions keep.
+
+NOTE [writes with history]
+An operator may write a value that requires grad into an argument or a captured tensor. A graph can
+write the value, but not the history. So the function is traced once more on a copy of that tensor.
+What the copy holds at the end is a further output, and each call copies that into the tensor
+itself, where autograd records it (J4).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch
+from functx._compile.backends import compiled
+from functx._compile.effects import sets_gradients
+from functx._compile.met import Met, twin
+from functx._compile.results import Sharing, span
+from functx._compile.surroundings import base_of
+from functx._compile.tracing import cut, trace
+from functx._core import TracingError
+from functx._remat import is_tracked, tape_of
+from functx._torch import graphs
+
+Tensors = Sequence[Tensor]
+MAKING = threading.RLock()  # torch traces and compiles in one thread at a time
+
+
+@dataclass
+class Outcome:
+    """The results of a function in a trace, and the mode that has watched it."""
+
+    results: Tensors
+    rest: Any = None  # of what it returned, beside tensors
+    met: Met | None = None
+
+
+# Runs a function in a trace, on arguments, and on stand-ins for captured tensors by their numbers.
+Flat = Callable[[Tensors, Callable[[int], Tensor]], Outcome]
+
+
+@dataclass
+class Inputs:
+    """The inputs of a trace."""
+
+    tensors: Tensors  # arguments, at the base level
+    tracked: Sequence[bool]  # which arguments require grad, at any level
+    leaves: Sequence[bool]  # which are leaves of the tape around the call
+    alike: Sequence[int]  # for each argument the first one that is the same tensor
+    captured: Tensors = ()  # as the function finds them, perhaps wrapped by transforms around
+    values: Tensors = ()  # of these, at the base level
+    same: Sequence[int] = ()  # for each argument the captured tensor that it is, or -1
+    # The captured tensors, by the number of the input that has its value:
+    real: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+class Run:
+    """One run of a function in a trace, and its outputs: what a graph of it gives.
+
+    Inputs have numbers: arguments, and then captured tensors.
+    """
+
+    def __init__(self, flat: Flat, inputs: Inputs, copied: set[int], records: bool) -> None:
+        self._flat, self._inputs, self._copied, self._records = flat, inputs, copied, records
+        self.n = len(inputs.tensors)
+        self.begun: dict[int, Tensor] = {}  # by number, what the function computes with
+        self.edges: dict[int, Any] = {}  # by number, where the tape of an input begins
+        self._fresh: dict[int, Any] = {}  # by number, its tape before the function ran
+        self.written: set[int] = set()  # with history, though no copy has been made of it
+
+    def begin(self, number: int, t: Tensor, tracked: bool, is_leaf: bool) -> Tensor:
+        """An input, with or without a tape."""
+        if tracked and (is_leaf or not self._records):
+            with _torch.cleared_interpreter_stack():
+                self.edges[number] = t.requires_grad_()
+        elif tracked:
+            with _torch.cleared_interpreter_stack(), torch.enable_grad():
+                _Begin.apply(torch.empty((), requires_grad=True), t)
+            self.edges[number] = _torch.gradient_edge(t)
+        if number in self._copied:
+            t = t.clone()
+        self.begun[number], self._fresh[number] = t, (t.grad_fn, t.requires_grad)
+        return t
+
+    def standin(self, k: int) -> Tensor:
+        """The stand-in of a captured tensor."""
+        number, t = self.n + k, self._inputs.captured[k]
+        if number not in self.begun:
+            check_class(t)
+            made = twin(self._inputs.values[k])
+            with _torch.cleared_interpreter_stack():
+                self.begin(number, made, is_tracked(t), t.is_leaf)
+        return self.begun[number]
+
+    def outputs(self, given: Tensors, dynamic: bool) -> list[Tensor]:
+        """Run the function on its arguments; returns the outputs."""
+        inputs = self._inputs
+        for i, t in enumerate(given):
+            if inputs.alike[i] == i:
+                self.begin(i, t, inputs.tracked[i], inputs.leaves[i])
+        arguments = [self.begun[i] for i in inputs.alike]
+        for i, k in enumerate(inputs.same):
+            if k >= 0:  # so that ``x is self.weight`` is what it is in eager
+                arguments[i] = inputs.captured[k]
+        return self.finished(self._flat(arguments, self.standin), dynamic)
+
+    def finished(self, outcome: Outcome, dynamic: bool) -> list[Tensor]:
+        """The outputs, of what the function has returned."""
+        met, results = outcome.met, [*outcome.results]
+        if met is not None:
+            numbers = met.numbers
+            results = [self.standin(numbers[id(t)]) if id(t) in numbers else t for t in results]
+        self.met, self.rest = met, outcome.rest
+        self._check(results)
+        moved = [i for i, t in self.begun.items() if self._has_moved(i, t)]
+        self.written = {i for i in moved if i not in self._copied}
+        hooked = set() if met is None else {_torch.storage_of(t) for t in met.hooked}
+        self.sharing = Sharing(results, self.begun, dynamic, hooked)
+        self.copied_back = [i for i in moved if i in self._copied]
+        # Leaves that the function makes and returns:
+        self.leaves = [
+            k for k, t in enumerate(self.sharing.outputs) if t.requires_grad and t.is_leaf
+        ]
+        return [*self.sharing.outputs, *(self.begun[i] for i in self.copied_back)]
+
+    def _has_moved(self, number: int, t: Tensor) -> bool:
+        """Whether an input has another tape than before."""
+        grad_fn, requires_grad = self._fresh[number]
+        return t.grad_fn is not grad_fn or t.requires_grad is not requires_grad
+
+    def _check(self, results: Tensors) -> None:
+        if any(t.is_leaf and t.grad is not None for t in self.begun.values()):
+            raise sets_gradients()
+        if any(t.requires_grad and not t.is_leaf and t.retains_grad for t in results):
+            raise TracingError(
+                "functx.jit: the function calls retain_grad of a tensor that it returns. Call it "
+                "on the result, outside."
+            )
+
+    def is_differentiated(self, k: int) -> bool:
+        """Whether an output may have a tape; what is made of inputs outside has its own."""
+        sharing = self.sharing
+        return k >= len(sharing.outputs) or (sharing.gives[k] and k not in self.leaves)
+
+
+class Program:
+    """The graphs of a function for inputs of some kind: traced here, and compiled by `compile`.
+
+    Args:
+        flat: The function.
+        inputs: To trace with.
+        dynamic: Whether sizes of arguments are symbols.
+        records: Whether the call is recorded for a pullback.
+        settle: Puts back what a trace has changed, before another one.
+    """
+
+    def __init__(
+        self,
+        flat: Flat,
+        inputs: Inputs,
+        dynamic: bool,
+        records: bool,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.n, self.dynamic, self.copied = len(inputs.tensors), dynamic, set[int]()
+        self.records = records
+        tracked, found, real = list[bool](), list[int](), list[int]()
+        self.returns_arguments = False
+        run: Any = None
+
+        def joint(cotangent_of: Any, *given: Tensor) -> list[Tensor]:
+            nonlocal run
+            run = Run(flat, inputs, self.copied, self.records)
+            outputs = run.outputs(given, dynamic)
+            tracked[:] = [t.requires_grad and run.is_differentiated(k)
+                          for k, t in enumerate(outputs)]  # fmt: skip
+            found.clear()
+            if not self.records:
+                return [t.detach() for t in outputs]
+            gradients = _pulled_back(run, inputs, outputs, tracked, real, cotangent_of)
+            found.extend(gradients)
+            return [t.detach() for t in (*outputs, *gradients.values())]
+
+        while True:
+            with _torch.cleared_interpreter_stack():
+                traced = trace(joint, inputs.tensors, dynamic)
+            if not self.records and any(tracked) and run.edges:
+                self.records = True  # the function turns grad mode on by itself
+            elif run.written:
+                self.copied |= run.written
+            else:
+                break
+            settle()
+        self.tracked = tracked if self.records else [False] * len(tracked)
+        self.sharing, self.rest, self.leaves = run.sharing.alone(), run.rest, run.leaves
+        self.copied_back, self._found = run.copied_back, found
+        # Inputs that require grad and get none: their hooks would be called without a gradient.
+        self.without = [i for i in run.edges if i not in found]
+        self.same = inputs.same
+        self.unseen = real  # inputs that are on the tape themselves, by number
+        met = run.met
+        self.reshaped = [] if met is None else met.reshaped
+        self.asked_leafness = met is not None and met.asked_leafness
+        self.asked_offset = met is not None and met.asked_offset
+        asked = {} if met is None else met.asked
+        self.asked = [(self.n + k, ask, answer) for (k, ask), answer in asked.items()]
+        run.met = met = None  # which hold each other, and the arguments
+        self._leaves = [*inputs.leaves]
+        self._offsets = [t.storage_offset() for t in inputs.tensors] if self.asked_offset else []
+        numbers = {id(base_of(t)): i for i, t in inputs.real.items()}
+        numbers |= {id(t): self.n + k for k, t in enumerate(inputs.values)}
+        self.sources = [numbers.get(id(t), t) for t in traced.constants]
+        _refuse_lost([t for t in self.sources if isinstance(t, Tensor)])
+        self.pullbacks: dict[Any, list[Program]] = {}
+        self.draws, self.written = traced.draws(), traced.written()
+        self._counted = traced.written(hidden=False)  # which count as changed, for saved tensors
+        self.differentiated = any(self.tracked)
+        is_plain = not (dynamic or self.written or self.reshaped or _gives_inputs(traced))
+        self._traced, self._is_plain = traced, is_plain
+        self.depends: dict[int, int] = {}  # by input, the cotangents that its gradient reads
+        self._all_in_order: bool | None = None  # whether the graph is given all inputs as they are
+        self.holds_for: Callable[[Tensors], bool] = lambda tensors: True
+
+    def compile(self, backend: Any) -> Program:
+        """Compile the graphs; returns the program."""
+        traced = self._traced
+        if self.differentiated:
+            second, self.reads, self.n_sizes = cut(traced, len(self.tracked))
+            self.depends = dict(zip(self._found, second.cotangents_read(sum(self.tracked))))
+            self._backward = compiled(second, backend)
+        self._forward = compiled(traced, backend, self._is_plain)
+        if self.dynamic:
+            self.holds_for = graphs.holds_for(traced.examples()[: self.n])
+        del self._traced
+        return self
+
+    def captured(self) -> set[int]:
+        """The captured tensors that a call reads, writes, or gives a gradient."""
+        aliases = (a.index for a in self.sharing.aliases if a is not None and a.of_input)
+        numbers = (s for s in self.sources if isinstance(s, int))
+        same = (self.n + k for k in self.same if k >= 0)
+        used = (
+            *(i for i, _, _ in self.asked),
+            *numbers,
+            *self._found,
+            *self.copied_back,
+            *self.unseen,
+            *aliases,
+            *same,
+        )
+        return {i - self.n for i in used if i >= self.n}
+
+    def renumber(self, slots: dict[int, int]) -> None:
+        """Number captured tensors by the slots that a call reads."""
+        n = self.n
+
+        def new(i: Any) -> Any:
+            return n + slots[i - n] if isinstance(i, int) and i >= n else i
+
+        self.sources = [*map(new, self.sources)]
+        self._found = [*map(new, self._found)]
+        self.depends = {new(i): bits for i, bits in self.depends.items()}
+        self.copied_back = [*map(new, self.copied_back)]
+        self.without = [new(i) for i in self.without if i < n or i - n in slots]
+        self.copied = {new(i) for i in self.copied if i < n or i - n in slots}
+        self.unseen = [*map(new, self.unseen)]
+        self.asked = [(new(i), ask, answer) for i, ask, answer in self.asked]
+        self.same = [slots[k] if k >= 0 else k for k in self.same]
+        self.sharing.renumber(new)
+
+    def fits(self, tensors: Tensors, state: Tensors) -> bool:
+        """Whether tensors of the right kind are alike in what the trace has asked for."""
+        if any(ask(state[i - self.n]) != answer for i, ask, answer in self.asked):
+            return False
+        if self.asked_leafness and [t.is_leaf for t in tensors] != self._leaves:
+            return False
+        if self.asked_offset and [t.storage_offset() for t in tensors] != self._offsets:
+            return False
+        return self.holds_for(tensors)
+
+    def given(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs of the forward graph: arguments, then captured tensors and constants."""
+        if self._all_in_order is None:
+            numbers = [s for s in self.sources if isinstance(s, int)]
+            self._all_in_order = numbers == [*range(self.n, self.n + len(self.sources))]
+        if self._all_in_order and len(inputs) == self.n + len(self.sources):
+            return [*inputs]
+        rest = [inputs[s] if isinstance(s, int) else s for s in self.sources]
+        return [*inputs[: self.n], *rest]
+
+    def run(self, given: list[Any], inputs: Tensors) -> list[Any]:
+        """Outputs, and what is saved; ``given`` is what the forward is given of the inputs."""
+        if not self.written and not self.copied_back:
+            return self._forward(given)
+        copied = {id(inputs[i]) for i in self.copied_back}
+        written = [*self.written, *(i for i, t in enumerate(given) if id(t) in copied)]
+        _check_apart(given, written)
+        versions = [(given[i], given[i]._version) for i in self._counted]
+        outputs = self._forward(given)
+        for t, version in versions:
+            if t._version == version and not t.is_inference():
+                torch.autograd.graph.increment_version(t)
+        return outputs
+
+    def finished(self, outputs: Sequence[Any], inputs: Tensors) -> list[Tensor]:
+        """The results of a call, and what it does to its inputs outside of the graph."""
+        if self.reshaped or self.copied_back:
+            for number, function, args, kwargs in self.reshaped:
+                function(inputs[number], *args, **kwargs)
+            n = len(outputs) - len(self.copied_back)
+            with torch.set_grad_enabled(self.records):
+                for i, final in zip(self.copied_back, outputs[n:]):
+                    inputs[i].copy_(final)
+            outputs = outputs[:n]
+        for k in self.leaves:
+            outputs[k].requires_grad_()
+        return self.sharing.made(outputs, inputs)
+
+    def pull_back(self, args: list[Any], n_inputs: int, present: int) -> list[Tensor | None]:
+        """The gradient of each input, or ``None`` for an input without one.
+
+        ``args`` are inputs, what is saved, and cotangents. They go where they have been read.
+        ``present`` has a bit for each cotangent that there is; the others are zeros.
+        """
+        found: list[Tensor | None] = [None] * n_inputs
+        for i, gradient in zip(self._found, self._backward(args)):
+            if self.depends[i] & present:
+                found[i] = gradient
+        return found
+
+
+def _pulled_back(
+    run: Run,
+    inputs: Inputs,
+    outputs: Tensors,
+    tracked: list[bool],
+    real: list[int],
+    cotangent_of: Any,
+) -> dict[int, Tensor]:
+    """The gradients of inputs, by number, as far as there are any."""
+    roots = [t for t, is_tracked in zip(outputs, tracked) if is_tracked]
+    if not roots:
+        return {}
+    real[:] = met_themselves(roots, inputs.real)
+    tensors = [inputs.real[i] for i in real]
+    if not (run.edges or tensors):
+        tracked[:] = [False] * len(tracked)  # they depend on leaves that the function makes
+        return {}
+    cotangents = [cotangent_of(t) for t in roots]
+    try:
+        with without_hooks(tensors):
+            found = torch.autograd.grad(
+                roots, [*run.edges.values(), *tensors], cotangents, allow_unused=True
+            )
+    except RuntimeError as error:
+        if "is not implemented" in str(error):
+            raise TracingError(
+                "functx.jit: results are differentiated once more, with respect to "
+                f"what requires grad, and torch can't ({error}). Detach parameters "
+                "before, or call under torch.no_grad()."
+            ) from error
+        if "modified by an inplace operation" in str(error):
+            raise TracingError(
+                "functx.jit: the function writes in place to a tensor that the pullback of an "
+                "earlier operation reads; eager refuses that where the gradient is asked for "
+                f"({error}). Write to a copy (clone)."
+            ) from error
+        if "through the graph a second time" not in str(error):
+            raise
+        tracked[:] = [False] * len(tracked)  # the function has pulled it back
+        return {}
+    return added(zip([*run.edges, *real], found))
+
+
+def added(gradients: Any) -> dict[int, Tensor]:
+    """Gradients by number, those with one number added."""
+    total: dict[int, Tensor] = {}
+    for i, gradient in gradients:
+        if gradient is not None:
+            total[i] = total[i] + gradient if i in total else gradient
+    return total
+
+
+def met_themselves(roots: Tensors, captured: Mapping[int, Tensor]) -> list[int]:
+    """The captured tensors on a tape that no function mode was shown; see NOTE [stand-ins].
+
+    Captured tensors have the number of the input that has their value.
+
+    Raises:
+        TracingError: One is computed of another one, so that gradients would be mixed; or has hooks
+            that would run in the trace.
+    """
+    on_tape = {*tape_of([*roots], 0)}
+    leaves = {id(getattr(node, "variable", None)) for node in on_tape}
+    found = [
+        i
+        for i, t in captured.items()
+        if t.requires_grad and (id(t) in leaves or (t.grad_fn is not None and t.grad_fn in on_tape))
+    ]
+    tensors = [captured[i] for i in found]
+    known = {t.grad_fn or id(t) for t in tensors}
+    below = (node for t in tensors for node in [*tape_of([t], 0)][1:])
+    if any(node in known or id(getattr(node, "variable", None)) in known for node in below):
+        raise TracingError(
+            "functx.jit: the function gives a tensor, and another one that is computed of it "
+            "outside, to an autograd.Function, a transform or a region, and their gradients would "
+            "be mixed. Give one of them as an argument."
+        )
+    if any(t._backward_hooks and not t.is_leaf for t in tensors):
+        raise TracingError(
+            "functx.jit: a captured tensor that is not a leaf has hooks, and is given to an "
+            "autograd.Function, a transform or a region, where they would run in the trace. Pass "
+            "it as an argument."
+        )
+    return found
+
+
+@contextmanager
+def without_hooks(tensors: Tensors) -> Iterator[None]:
+    """Hooks of these run where the graph is differentiated (J6), not in the trace."""
+    hooks = [(t, t._backward_hooks) for t in tensors if t._backward_hooks]
+    for t, _ in hooks:
+        t._backward_hooks = None
+    try:
+        yield
+    finally:
+        for t, found in hooks:
+            t._backward_hooks = found
+
+
+def check_class(t: Tensor) -> None:
+    """Refuse tensors of subclasses: a graph computes with plain tensors."""
+    if type(t) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise TracingError(
+            f"functx.jit: a tensor is of a subclass, {type(t).__name__}, which a graph does not "
+            "know. Take plain tensors, t.as_subclass(torch.Tensor)."
+        )
+
+
+class _Begin(torch.autograd.Function):
+    """Begins the tape of a tensor that is not a leaf outside, so that it may be written to."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, t: Tensor) -> Tensor:
+        ctx.mark_dirty(t)
+        return t
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return None, None
+
+
+def _refuse_lost(constants: Tensors) -> None:
+    """Refuse tensors without a slot, where a constant would lose gradients (J2)."""
+    for t in constants:
+        if t.requires_grad or _torch.is_wrapped(t):
+            raise TracingError(
+                f"functx.jit: the function reads a tensor that requires grad, {t.dtype} of shape "
+                f"{(*t.shape,)}, where functx.jit can't find it again at the next call (J2). Pass "
+                "it as an argument, or keep it in a module, a variable or a container of Python's."
+            )
+
+
+def _gives_inputs(traced: Any) -> bool:
+    """Whether an output, or what is saved, may lie in the memory of an input."""
+    output = [*traced.graph.nodes][-1]
+    return any(traced.root_of(node).op == "placeholder" for node in output.all_input_nodes)
+
+
+def _check_apart(given: Sequence[Any], written: Sequence[int]) -> None:
+    """Refuse inputs that share memory, where one is written: a graph knows each by itself."""
+    if len({*map(_torch.storage_of, given)}) == len(given):
+        return
+    strided = [(i, t) for i, t in enumerate(given) if t.layout is torch.strided]
+    places = [(t.data_ptr(), _bytes_spanned(t), i in written) for i, t in strided]
+    end, was_written = 0, False
+    for start, length, is_written in sorted(places):
+        if start < end and length and (is_written or was_written):
+            raise TracingError(
+                "functx.jit: the function writes to a tensor that it is given, or reads otherwise, "
+                "twice: as itself, or in views whose memory overlaps or interleaves. Give it once, "
+                "and take views of it in the function."
+            )
+        end, was_written = max((end, was_written), (start + length, is_written))
+
+
+def _bytes_spanned(t: Tensor) -> int:
+    start, end = span(t)
+    return (end - start) * t.element_size()

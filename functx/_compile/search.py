@@ -1,0 +1,604 @@
+"""Finds the state that a function reads in addition to its arguments, by one search (J2, J3).
+
+A search runs only where a graph is made, and where something that a graph depends on has been
+replaced. It leaves flat lists. *Slots* are places that hold tensors. *Guards* are places that hold
+anything else, with what they hold. `functx._compile.guards` checks both at each call.
+
+The search follows cells of functions, globals that their code names, defaults, partials, methods,
+classes and modules as far as code names their attributes, attributes of objects (and their
+``__slots__``), and dict, list, tuple, set and deque. It runs no code of the user's: it reads
+containers with the methods of the built-in class that they derive from, and objects by their
+``__dict__`` and the descriptors of ``__slots__``. It does not look into the code of torch, NumPy
+and the standard library. What it does not reach is a constant of the graph (J3).
+
+With `Ran`, what has run in a trace, only that is followed which this code names. Without, all is
+that any function in reach could name: before a trace nothing better is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import builtins
+import collections
+import contextvars
+import enum
+import functools
+import operator
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from logging import Logger
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from functx._compile.running import (
+    Ran,
+    globals_in,
+    imports_in,
+    is_library,
+    is_library_class,
+    is_library_file,
+    names_in,
+    with_inner,
+)
+from functx._core import PLAIN as _VALUES
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
+PLAIN = frozenset(
+    {*_VALUES, type(Ellipsis), type(NotImplemented), range, torch.layout, torch.memory_format}
+)
+_FLOATS = {float, complex}
+_BUILTINS = vars(builtins).keys()
+CACHE: Any = type(functools.lru_cache(len))  # of functions with a cache
+_HOLDERS = (types.SimpleNamespace, argparse.Namespace)  # attributes for the user's code
+_SMALL_ARRAY = 1 << 16  # bytes; a larger one is known by identity
+EXACT = {dict, collections.OrderedDict, list, tuple, collections.deque, types.MappingProxyType}
+_EMPTY_KINDS = {dict, collections.OrderedDict, list, collections.deque, set}
+# Notes that modules keep for themselves. No call reads them, and recurrent layers write them.
+_BOOKKEEPING = {
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
+    *("_load_state_dict_post_hooks", "_non_persistent_buffers_set", "_flat_weights"),
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),  # set with a hook
+    *("_flat_weight_refs", "_is_full_backward_hook", "_backward_pre_hooks_always"),
+}
+_HOOKS = {n for n in vars(nn.Module()) if n.endswith("_hooks") or n in ("_modules", "_buffers")}
+_HOOKS |= {"_parameters"}
+
+Place = tuple[Any, Any, Any]  # ITEM, container, key; READ, function, object; FIXED, tensor, None
+ITEM, READ, FIXED = "item", "read", "fixed"
+
+
+class Search:
+    """Searches all that ``roots`` reach, and leaves a flat list of each kind of guard.
+
+    ``key`` says all of it by value, and ``tensors`` are in the order of the key: two searches with
+    equal keys allow the same graph, with the tensors of each as its inputs.
+    """
+
+    def __init__(self, roots: Iterable[Any], ran: Ran | None = None) -> None:
+        roots = [*roots]
+        self._search(roots, ran)
+        while ran is not None and not self._named_by_objects <= ran.names:
+            ran = ran.with_names(self._named_by_objects)
+            self._search(roots, ran)
+
+    def _search(self, roots: Sequence[Any], ran: Ran | None) -> None:
+        self.ran = ran
+        self.tensors: list[Tensor] = []
+        self.slots: list[list[Place]] = []  # of each tensor
+        self.key: list[Any] = []
+        self.held: list[Any] = []  # all objects that were met, so that their ids stay theirs
+        self.known: list[Any] = []  # those whose ids are in the key
+        self.generators: list[torch.Generator] = []
+        # Guards, by how they are checked:
+        self.items: list[Any] = []  # (container, key, value)
+        self.reads: list[Any] = []  # (function, object, value)
+        self.absent: list[Any] = []  # (dict, key), a name that is not bound yet
+        self.lengths: list[Any] = []  # (container, length)
+        self.empty: list[Any] = []  # containers
+        self.falsy: list[Any] = []  # (dict of a module, name of hooks)
+        self.orders: list[Any] = []  # (dict, its keys)
+        self.kinds: list[Any] = []  # (object, class)
+        self.values: list[Any] = []  # (function, object, value), to be equal
+        # Containers that a trace may change, with copies; only in a search without ``ran``:
+        self.snapshots: list[Any] = []  # (container, its contents, its owner)
+        self._numbers: dict[int, int] = {}
+        self._of_tensors: dict[int, int] = {}
+        self._named_by_objects: set[str] = set()  # `operator.attrgetter` has names of its own
+        self._names: set[str] = set(ran.names) if ran else {"forward"}
+        self._functions: list[types.FunctionType] = []
+        self._classes: dict[type, None] = {}
+        self._modules: list[types.ModuleType] = []
+        self._looked: set[Any] = set()  # classes and modules, with the names that were looked up
+        self._todo: list[Any] = [(root, None) for root in roots[::-1]]
+        self._walk()
+        while self._look_up_names():
+            self._walk()
+
+    # -- the walk
+
+    def _walk(self) -> None:
+        todo, numbers, key = self._todo, self._numbers, self.key
+        while todo:
+            x, place = todo.pop()
+            kind = type(x)
+            if type(kind) is type and kind in PLAIN:
+                key += kind, repr(x) if kind in _FLOATS else x  # 0.0 == -0.0
+                self._guard(place, x)
+                continue
+            is_new = id(x) not in numbers
+            if is_new:
+                numbers[id(x)] = len(numbers)
+                self.held.append(x)
+            else:
+                key.append(numbers[id(x)])
+            if issubclass(kind, Tensor):
+                self._tensor(x, place, is_new)
+                continue
+            self._guard(place, x)
+            if is_new:
+                self._by_identity(kind)
+                self._look(x, kind)
+
+    def _guard(self, place: Place | None, x: Any) -> None:
+        if place is None:
+            return
+        how, first, second = place
+        (self.items if how is ITEM else self.reads).append((first, second, x))
+
+    def _tensor(self, t: Tensor, place: Place | None, is_new: bool) -> None:
+        if is_new:
+            self.key.append(Tensor)
+            self._of_tensors[id(t)] = len(self.tensors)
+            self.tensors.append(t)
+            self.slots.append([])
+            own = t.__dict__ if hasattr(t, "__dict__") else None
+            if own:  # attributes that the user has given to it
+                self._guard(place, t)
+                self._container(own, {**own}, t)
+                for name, value in own.items():
+                    self._todo.append((value, (ITEM, own, name)))
+        self.slots[self._of_tensors[id(t)]].append(place or (FIXED, t, None))
+
+    def _look(self, x: Any, kind: Any) -> None:
+        """Push what is in an object, and guard how much of it there is."""
+        for base, look in _LOOKS.items():
+            if issubclass(kind, base):
+                look(self, x, kind)
+                return
+        if kind.__name__ == "ndarray" and kind.__module__ == "numpy":
+            self._array(x)
+        else:
+            self._object(x, kind)
+
+    def _by_identity(self, x: Any) -> None:
+        self.key.append(id(x))
+        self.known.append(x)
+
+    # -- functions and what wraps them
+
+    def _function(self, f: types.FunctionType, kind: Any) -> None:
+        code = f.__code__
+        self._by_identity(code)
+        push, of_library = self._todo.append, is_library_file(code.co_filename)
+        if of_library and not f.__closure__:
+            return
+        if not of_library:
+            if self.ran is not None and not self.ran.runs(code):
+                return
+            self.reads.append((_CODE, f, code))
+            self._functions.append(f)
+            if f.__defaults__:
+                push((f.__defaults__, (READ, _DEFAULTS, f)))
+            if f.__kwdefaults__:
+                push((f.__kwdefaults__, (READ, _KWDEFAULTS, f)))
+            if self.ran is None or f.__dict__:
+                own = f.__dict__
+                self._container(own, {**own}, f)
+                for name, value in own.items():
+                    if not name.startswith("_torchdynamo"):
+                        push((value, (ITEM, own, name)))
+        for cell in f.__closure__ or ():
+            self._cell(cell, types.CellType)
+
+    def _cell(self, cell: Any, kind: Any) -> None:
+        value = in_cell(cell)
+        if value is MISSING:
+            self.reads.append((in_cell, cell, MISSING))
+        else:
+            self._todo.append((value, (READ, _CELL, cell)))
+
+    def _method(self, x: types.MethodType, kind: Any) -> None:
+        self._todo += (x.__self__, None), (x.__func__, None)
+
+    def _partial(self, x: Any, kind: Any) -> None:
+        self._todo += (x.keywords, None), (x.args, None), (x.func, None)
+
+    def _wrapper(self, x: Any, kind: Any) -> None:
+        found = (getattr(x, n, None) for n in ("__wrapped__", "fget", "func", "__func__"))
+        self._todo += ((f, None) for f in found if f is not None)
+
+    # -- containers
+
+    def _container(self, x: Any, copy: Any, owner: Any) -> None:
+        if self.ran is None:
+            self.snapshots.append((x, copy, owner))
+
+    def _length(self, x: Any, kind: Any, length: int) -> None:
+        if not length and kind in _EMPTY_KINDS:
+            self.empty.append(x)
+        else:
+            self.lengths.append((x, length))
+
+    def _tuple(self, x: Any, kind: Any) -> None:
+        items = [*tuple.__iter__(x)]
+        self.key.append(len(items))
+        exact = type(x) is tuple
+        for i in range(len(items) - 1, -1, -1):
+            place = (ITEM, x, i) if exact else (READ, functools.partial(_tuple_item, i), x)
+            # (A tuple keeps what it holds: only tensors need their place.)
+            self._todo.append((items[i], place if issubclass(type(items[i]), Tensor) else None))
+        if not exact and not is_library_class(kind):
+            self._attributes(x, kind)
+
+    def _sequence(self, x: Any, kind: Any) -> None:
+        base: Any = list if issubclass(kind, list) else collections.deque
+        if kind.__module__.startswith("functx."):  # what functx itself remembers
+            return
+        items = [*base.__iter__(x)]
+        self.key.append(len(items))
+        self._container(x, items, x)
+        self._length(x, kind, len(items))
+        exact = kind in EXACT
+        for i in range(len(items) - 1, -1, -1):
+            place = (ITEM, x, i) if exact else (READ, functools.partial(_list_item, base, i), x)
+            self._todo.append((items[i], place))
+        if not exact:
+            self._attributes(x, kind)
+
+    def _set(self, x: Any, kind: Any) -> None:
+        base: Any = set if issubclass(kind, set) else frozenset
+        items = [*base.__iter__(x)]
+        if base is set:
+            self._container(x, items, x)
+            self._length(x, kind, len(items))
+            if items:
+                self.values.append((_identities, x, _identities(x)))
+        plain = [v for v in items if type(v) in PLAIN]
+        self.key += len(items), frozenset((type(v), repr(v)) for v in plain)
+        self._todo += ((v, None) for v in items if type(v) not in PLAIN)
+        if kind not in (set, frozenset) and not is_library_class(kind):
+            self._attributes(x, kind)
+
+    def _dict(self, x: Any, kind: Any) -> None:
+        if kind.__module__.startswith("functx."):
+            return
+        items = {**dict(dict.items(x))} if kind is not dict else x
+        self.key.append(len(items))
+        self._container(x, {**items}, x)
+        self._length(x, kind, len(items))
+        if len(items) > 1 and {*map(type, items)} == {str}:
+            self.orders.append((x, (*items,)))
+        elif len(items) > 1:
+            self.values.append((_key_identities, x, _key_identities(x)))
+        exact = kind in EXACT
+        for k, v in reversed([*items.items()]):
+            place = (ITEM, x, k) if exact else (READ, functools.partial(_dict_item, k), x)
+            self._todo.append((v, place))
+            self._todo.append((k, None))
+        if not is_library_class(kind):
+            self._attributes(x, kind)
+
+    def _proxy(self, x: Any, kind: Any) -> None:
+        items = dict(x)
+        self.key.append(len(items))
+        self.lengths.append((x, len(items)))
+        for k, v in reversed([*items.items()]):
+            self._todo.append((v, (ITEM, x, k)))
+            self._todo.append((k, None))
+
+    def _getter(self, x: Any, kind: Any) -> None:
+        self._by_identity(x)
+        texts = (a for a in x.__reduce__()[1] if type(a) is str)
+        self._named_by_objects.update(part for text in texts for part in text.split("."))
+
+    def _buffer(self, x: Any, kind: Any) -> None:
+        self.key.append(bytes(x))
+        self.values.append((bytes, x, bytes(x)))
+
+    def _array(self, x: Any) -> None:
+        self._by_identity(x)
+        self.key += x.shape, str(x.dtype)
+        if x.nbytes <= _SMALL_ARRAY and not x.dtype.hasobject:
+            self.key.append(x.tobytes())
+            self.values.append((_bytes, x, _bytes(x)))
+
+    # -- classes, modules, objects
+
+    def _class(self, cls: Any, kind: Any) -> None:
+        self._by_identity(cls)
+        self._met(cls)
+
+    def _met(self, cls: type) -> None:
+        if not is_library_class(cls):
+            self._classes.setdefault(cls)
+
+    def _module(self, x: types.ModuleType, kind: Any) -> None:
+        self._by_identity(x)
+        if not is_library(str(vars(x).get("__name__", ""))):
+            self._modules.append(x)
+
+    def _generator(self, x: torch.Generator, kind: Any) -> None:
+        self._by_identity(x)
+        self.generators.append(x)
+
+    def _identity(self, x: Any, kind: Any) -> None:
+        self._by_identity(x)
+
+    def _reference(self, x: Any, kind: Any) -> None:
+        self._todo.append((x(), (READ, _referent, x)))
+
+    def _of_context(self, x: Any, kind: Any) -> None:
+        self._by_identity(x)
+        self._todo.append((_in_context(x), (READ, _in_context, x)))
+
+    def _of_thread(self, x: Any, kind: Any) -> None:
+        self._todo.append((_in_thread(x), (READ, _in_thread, x)))
+        self._met(kind)
+
+    def _object(self, x: Any, kind: Any) -> None:
+        # The hooks of a module lead to FSDP's state, and from there to the parameters of all other
+        # modules. As inputs of the graph these would get their gradients after FSDP reduced them.
+        if (
+            kind.__module__.startswith("torch.distributed.") and not issubclass(kind, nn.Module)
+        ) or not self._attributes(x, kind):
+            self._by_identity(x)
+
+    def _attributes(self, x: Any, kind: Any) -> bool:
+        """Follow the attributes of an object; whether it can have any."""
+        push, found = self._todo.append, False
+        self._met(kind)
+        if not is_library_class(kind):
+            wrapped = type.__getattribute__(kind, "__dict__")
+            found = "__slots__" in wrapped
+        for member in _members(kind):
+            value = _of_member(member, x)
+            found, read = True, functools.partial(_of_member, member)
+            if value is MISSING:
+                self.reads.append((read, x, MISSING))
+            elif self._is_wanted(member.__name__, x, kind):
+                self.key.append(member.__name__)
+                push((value, (READ, read, x)))
+        own = _own_attributes(x)
+        if own is None:
+            return found
+        of_functx = kind.__module__.startswith("functx.")
+        is_module = issubclass(kind, nn.Module)
+        if not of_functx:
+            self.kinds.append((x, kind))
+            self.lengths.append((own, len(own)))
+            self._container(own, {**own}, x)
+        for name, value in [*own.items()][::-1]:
+            if type(name) is not str or (is_module and name in _BOOKKEEPING):
+                continue
+            if of_functx and (type(value) in PLAIN or name == "backend"):
+                continue  # functx's own notes, which change; and what compiles
+            if is_module and name in _HOOKS and type(value) in _EMPTY_KINDS and not value:
+                if self._is_wanted(name, x, kind):
+                    self.falsy.append((own, name))
+                self._container(value, type(value)(), x)
+                continue
+            if self._is_wanted(name, x, kind):
+                self.key.append(name)
+                push((value, (ITEM, own, name)))
+        return True
+
+    def _is_wanted(self, name: str, x: Any, kind: Any) -> bool:
+        """Whether code that has run may read an attribute, as far as names can tell."""
+        if self.ran is None or name in self.ran.names or kind.__module__.startswith("functx."):
+            return True
+        if is_library_class(kind) and kind not in _HOLDERS:
+            return not issubclass(kind, nn.Module)  # whose own code has been noted
+        return self.ran.computes_names
+
+    # -- names
+
+    def _look_up_names(self) -> bool:
+        """Follow what code names in classes, modules and globals that were met; whether any."""
+        before, names, ran = len(self._todo), self._names, self.ran
+        functions, self._functions = self._functions, []
+        for f in functions:
+            for code in with_inner(f.__code__):
+                if ran is None:
+                    names |= names_in(code)
+                    self._in_space(f.__globals__, code.co_names)
+                    self._unbound(f.__globals__, globals_in(code, stored=True))
+                elif code in ran.codes:
+                    self._in_space(f.__globals__, globals_in(code))
+                    self._unbound(f.__globals__, globals_in(code))
+                if ran is None or code in ran.codes:
+                    users = [name for name in imports_in(code) if not is_library(name)]
+                    self._in_space(sys.modules, users)
+        for cls in [*self._classes]:
+            for k in cls.__mro__:
+                if not is_library_class(k):
+                    self._in_class(k, names)
+        for module in self._modules:
+            self._in_space(vars(module), names)
+        return len(self._todo) > before
+
+    def _in_space(self, space: Any, names: Iterable[str]) -> None:
+        for name in sorted({*names} & space.keys()):
+            if (id(space), name) not in self._looked:
+                self._looked.add((id(space), name))
+                self._todo.append((space[name], (ITEM, space, name)))
+                self.key.append(name)
+
+    def _unbound(self, space: Any, names: Iterable[str]) -> None:
+        for name in sorted({*names} - space.keys() - _BUILTINS):
+            if (id(space), name) not in self._looked:
+                self._looked.add((id(space), name))
+                self.absent.append((space, name))
+                self.key.append(name)
+
+    def _in_class(self, cls: type, names: Iterable[str]) -> None:
+        space = namespace(cls)
+        if id(space) not in self._looked:
+            self._looked.add(id(space))
+            self.held.append(cls)
+            self.lengths.append((space, len(space)))
+            if self.ran is None:
+                self.snapshots.append((space, {**space}, cls))
+        for name, value in [*space.items()]:
+            if (id(space), name) in self._looked or type(value) is types.MemberDescriptorType:
+                continue
+            if name in names or (name[:2] == "__" and self._runs(value)):
+                self._looked.add((id(space), name))
+                self._todo.append((value, (ITEM, space, name)))
+                self._by_identity(cls)
+                self.key.append(name)
+
+    def _runs(self, value: Any) -> bool:
+        """Whether Python calls a special method, which code does not name."""
+        if type(value) is not types.FunctionType:
+            return False
+        return self.ran is None or self.ran.runs(value.__code__)
+
+
+_LOOKS: dict[Any, Callable[[Search, Any, Any], None]] = {
+    types.FunctionType: Search._function,
+    types.MethodType: Search._method,
+    functools.partial: Search._partial,
+    tuple: Search._tuple,
+    list: Search._sequence,
+    collections.deque: Search._sequence,
+    set: Search._set,
+    frozenset: Search._set,
+    dict: Search._dict,
+    type: Search._class,
+    types.ModuleType: Search._module,
+    types.CellType: Search._cell,
+    torch.Generator: Search._generator,
+    types.MappingProxyType: Search._proxy,
+    operator.attrgetter: Search._getter,
+    bytearray: Search._buffer,
+    array.array: Search._buffer,
+    Logger: Search._identity,  # it knows all loggers of the process
+    types.CodeType: Search._identity,
+    enum.Enum: Search._identity,
+    contextvars.ContextVar: Search._of_context,
+    threading.local: Search._of_thread,
+    weakref.ReferenceType: Search._reference,
+    **dict.fromkeys(
+        [property, staticmethod, classmethod, functools.cached_property, functools.partialmethod],
+        Search._wrapper,
+    ),
+    CACHE: Search._wrapper,
+}
+
+
+@functools.cache
+def namespace(cls: type) -> Any:
+    """The ``__dict__`` of a class, as one object: each access makes another proxy."""
+    return type.__dict__["__dict__"].__get__(cls)
+
+
+@functools.cache
+def _members(cls: type) -> tuple[Any, ...]:
+    """The descriptors of ``__slots__``."""
+    classes = (k for k in cls.__mro__ if not is_library_class(k))
+    found = (v for k in classes for v in namespace(k).values())
+    return tuple(v for v in found if type(v) is types.MemberDescriptorType)
+
+
+_own: Any = object.__getattribute__
+
+
+def _own_attributes(x: Any) -> Any:
+    """The ``__dict__`` of an object, or ``None`` if it has no plain dict there."""
+    try:
+        found = _own(x, "__dict__")
+    except Exception:  # the class may define it as a property, which may raise any error
+        return None
+    return found if type(found) is dict else None
+
+
+def _of_member(member: Any, x: Any) -> Any:
+    try:
+        return member.__get__(x, type(x))
+    except AttributeError:
+        return MISSING
+
+
+def in_cell(cell: Any) -> Any:
+    """The value in a cell of a closure, or `MISSING` if the variable is not bound yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return MISSING
+
+
+def member_of(function: Any) -> Any:
+    """The descriptor of ``__slots__`` that a guard reads by; ``None`` for other guards."""
+    if type(function) is functools.partial and function.func is _of_member:
+        return function.args[0]
+    return None
+
+
+def _in_context(x: Any) -> Any:
+    return x.get(None)
+
+
+def _in_thread(x: Any) -> Any:
+    return threading.local.__getattribute__(x, "__dict__")
+
+
+def _referent(x: Any) -> Any:
+    return x()
+
+
+def _tuple_item(i: int, x: Any) -> Any:
+    return tuple.__getitem__(x, i)
+
+
+def _list_item(base: Any, i: int, x: Any) -> Any:
+    return base.__getitem__(x, i)
+
+
+def _dict_item(key: Any, x: Any) -> Any:
+    return dict.get(x, key, MISSING)
+
+
+def _identities(x: Any) -> Any:
+    return frozenset(map(id, set.__iter__(x)))
+
+
+def _key_identities(x: Any) -> Any:
+    return (*map(id, dict.keys(x)),)
+
+
+def _bytes(x: Any) -> Any:
+    return x.tobytes()
+
+
+_CODE = operator.attrgetter("__code__")
+_DEFAULTS = operator.attrgetter("__defaults__")
+_KWDEFAULTS = operator.attrgetter("__kwdefaults__")
+_CELL = operator.attrgetter("cell_contents")
+CELL, CODE = _CELL, _CODE
+
+
+def read(place: Place) -> Any:
+    """The value that a place holds now, or `MISSING` if it holds none."""
+    how, first, second = place
+    if how is FIXED:
+        return first
+    try:
+        return first[second] if how is ITEM else first(second)
+    except (KeyError, IndexError, ValueError, AttributeError):
+        return MISSING
