@@ -462,8 +462,9 @@ class ForwardFollower(Follower):
         region.script, region.slots, region.left_behind = script, script.slots, self.refs
         if self.changed:
             region.changed = self.changed
-        if self.writes is not None:
-            region.written = self.writes.inputs_written()
+        inputs = self.inputs
+        if self.writes is not None and inputs is not None and inputs.lowest <= len(inputs.frames):
+            region.written = self.writes.inputs_written()  # (else nobody differentiates them)
             self.writes.put_before()
         if script.partly is Partly.YES and self.follows_whole:
             script.partly = Partly.AND_FOLLOWED
