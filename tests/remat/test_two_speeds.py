@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -631,3 +633,29 @@ def test_the_script_that_fits_at_the_return_is_the_one_that_the_replay_compares_
     now.other = False
     same(found, expected)
     assert how[3:] == ["followed"] * 2
+
+
+def files_that_run(f, x):
+    """The files of functx whose code a call runs, after two others."""
+    f(x), f(x)
+    seen = set()
+
+    def note(frame, event, arg):
+        if event == "call":
+            seen.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        f(x)
+    finally:
+        sys.setprofile(None)
+    return {file for file in seen if file.startswith(os.path.dirname(functx.__file__) + os.sep)}
+
+
+def test_a_later_call_runs_code_of_few_files():
+    """A reader who follows the gradient of a region opens ten files more than without it."""
+    f = lambda x: x.sin().sum()
+    without = files_that_run(functx.grad(f), X)
+    with_a_region = files_that_run(functx.grad(functx.remat(f)), X)
+    assert without < with_a_region
+    assert len(with_a_region) <= len(without) + 10
