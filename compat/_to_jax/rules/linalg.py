@@ -120,7 +120,11 @@ def _solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) 
 
 @rule("_linalg_det")
 def _det(a: Any) -> Any:
-    return _determinant(a) if a.shape[-1] else jnp.ones(a.shape[:-2], a.dtype), *_packed(a)
+    n = a.shape[-1]
+    if not n:
+        return jnp.ones(a.shape[:-2], a.dtype), *_packed(a)
+    # JAX has a polynomial for up to three rows, whose derivatives are right to all orders.
+    return jnp.linalg.det(a) if n <= 3 else _determinant(a), *_packed(a)
 
 
 @jax.custom_jvp
@@ -141,21 +145,52 @@ def _cofactors(a: Any) -> Any:
     return pull(jnp.ones_like(out))[0]
 
 
+# Below, in terms of the largest singular value, the inverse is not used.
+_SINGULAR = 1e-5
+
+
 @_cofactors.defjvp
 def _cofactors_jvp(primals: Any, tangents: Any) -> Any:
-    return _cofactors(*primals), _cofactors_along(*primals, *tangents)
+    (a,), (da,) = primals, tangents
+    n = a.shape[-1]
+    s = jnp.linalg.svd(lax.stop_gradient(a), compute_uv=False)
+    regular = (s[..., -1] > _SINGULAR * s[..., 0])[..., None, None]
+    # Each is given a matrix that it can differentiate further where the other counts.
+    other = jnp.diag(jnp.arange(1.0, n + 1)).astype(a.dtype)
+    by_inverse = _along_by_inverse(jnp.where(regular, a, other), da)
+    by_values = _along_by_singular_values(jnp.where(regular, other, a), da)
+    return _cofactors(a), jnp.where(regular, by_inverse, by_values)
+
+
+def _along_by_inverse(a: Any, da: Any) -> Any:
+    """The derivative of the cofactors along a matrix."""
+    inverse = jnp.linalg.inv(a)
+    moved = matmul(inverse, da)
+    traces = jnp.trace(moved, axis1=-2, axis2=-1)[..., None, None]
+    inner = traces * inverse - matmul(moved, inverse)
+    return _determinant(a)[..., None, None] * jnp.swapaxes(inner, -1, -2)
 
 
 @jax.custom_jvp
-def _cofactors_along(a: Any, da: Any) -> Any:
-    """The derivative of cofactors along a matrix, by singular values: no inverse is needed.
+def _undifferentiable(a: Any, where: Any) -> Any:
+    """The same array, whose derivative is NaN somewhere."""
+    return a
 
-    In the bases of singular vectors it is the diagonal of the one of a diagonal matrix, in which
-    products of all singular values but two are the coefficients.
+
+_undifferentiable.defjvps(lambda da, out, a, where: da * jnp.where(where, jnp.nan, 1.0), None)
+
+
+def _along_by_singular_values(a: Any, da: Any) -> Any:
+    """The same without an inverse; its own derivative is NaN if singular values are equal.
+
+    In the bases of singular vectors it is that of a diagonal matrix, which has products of all
+    singular values but two for coefficients.
     """
-    u, s, vh = jnp.linalg.svd(lax.stop_gradient(a), full_matrices=True)
+    s = jnp.linalg.svd(lax.stop_gradient(a), compute_uv=False)
+    equal = (jnp.min(s[..., :-1] - s[..., 1:], -1) <= _SINGULAR * s[..., 0])[..., None, None]
+    u, s, vh = jnp.linalg.svd(_undifferentiable(a, equal), full_matrices=False)
     n = s.shape[-1]
-    unit = jnp.linalg.det(u) * jnp.linalg.det(vh)
+    unit = lax.stop_gradient(jnp.linalg.det(u) * jnp.linalg.det(vh))
     but_two = np.ones((n, n, n), bool)
     but_two[np.arange(n), :, np.arange(n)] = but_two[:, np.arange(n), np.arange(n)] = False
     rest = jnp.prod(jnp.where(but_two, s[..., None, None, :], 1), -1)
@@ -164,19 +199,6 @@ def _cofactors_along(a: Any, da: Any) -> Any:
     traces = jnp.sum(rest * jnp.diagonal(x, axis1=-2, axis2=-1)[..., None, :], -1)
     inner = traces[..., None] * jnp.eye(n, dtype=a.dtype) - rest * jnp.swapaxes(x, -1, -2)
     return matmul(matmul(jnp.conj(u), inner), jnp.conj(vh))
-
-
-@_cofactors_along.defjvp
-def _cofactors_along_jvp(primals: Any, tangents: Any) -> Any:
-    # By the inverse: third derivatives of a singular matrix are not finite.
-    along = lambda a, da: jax.jvp(_cofactors_by_inverse, (a,), (da,))[1]  # noqa: E731
-    (a, da), (dda, along_da) = primals, tangents
-    out = _cofactors_along(a, da)
-    return out, jax.jvp(lambda a: along(a, da), (a,), (dda,))[1] + _cofactors_along(a, along_da)
-
-
-def _cofactors_by_inverse(a: Any) -> Any:
-    return jnp.linalg.det(a)[..., None, None] * jnp.swapaxes(jnp.linalg.inv(a), -1, -2)
 
 
 @rule("linalg_lu_factor_ex")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax.scipy import special
 
 from tools.derivatives import by_hand, database_cases, from_jax, to_jax
@@ -50,6 +51,36 @@ def test_derivatives_are_torch_s_or_torch_differs_from_its_own_values(name):
     judged = judge(SELECTION[name])
     assert judged.points
     assert [v for v in judged.verdicts if v.outcome != TORCH and "torch nan" not in v.detail] == []
+
+
+def along(f, modes):
+    """Derivatives in turn, each in forward or reverse mode, along three directions."""
+    for n, mode in enumerate(modes):
+        v = jnp.asarray(np.random.default_rng(n).normal(size=(4, 4)))
+        g = f
+        if mode == "F":
+            f = lambda x, g=g, v=v: jax.jvp(g, (x,), (v,))[1]
+        else:
+            f = lambda x, g=g, v=v: (jax.grad(g)(x) * v).sum()
+    return f
+
+
+@pytest.mark.parametrize("modes", ["FF", "RR", "FRF", "RRR"])
+def test_derivatives_of_a_determinant_are_those_of_a_polynomial_or_nan(modes):
+    def polynomial(a):  # by minors of the first two rows
+        pairs = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+        minor = lambda r, c: a[r, c[0]] * a[r + 1, c[1]] - a[r, c[1]] * a[r + 1, c[0]]
+        signs = (1, -1, 1, 1, -1, 1)
+        return sum(s * minor(0, p) * minor(2, q) for s, p, q in zip(signs, pairs, pairs[::-1]))
+
+    drawn = np.random.default_rng(9).normal(size=(4, 4))
+    rank = lambda n: jnp.asarray(drawn[:, :n] @ drawn[:n])
+    found = jax.jit(along(to_jax.to_jax(torch.linalg.det), modes))
+    for a in (jnp.asarray(drawn), jnp.eye(4), rank(3), rank(2)):
+        if len(modes) == 3 and jnp.linalg.matrix_rank(a) == 2:
+            assert np.isnan(found(a))
+        else:
+            np.testing.assert_allclose(found(a), along(polynomial, modes)(a), rtol=1e-8)
 
 
 def tables():
