@@ -9,6 +9,7 @@ program, and there is a new entry.
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -98,6 +99,8 @@ class Entry:
 
         self._others = [None if o is None else _same_as(o[0], dead) for o in others]
         self._has_others = any(self._others)
+        self._attributes = [{**t.__dict__} for t in tensors]
+        self._has_attributes = any(self._attributes)
         weakly = {id(o[0]) for o in others if o is not None}
         self._guards = Guards(found, weakly)
         every = [*tensors, *found.tensors]
@@ -153,6 +156,9 @@ class Entry:
                         return None
                 elif not is_same(other[0]):
                     return None
+        has_attributes = self._has_attributes or any(map(_attributes_of, tensors))
+        if has_attributes and not _are_same(self._attributes, tensors):
+            return None
         state = self._guards.read()
         if state is None or self.depth != _torch.functorch_depth():
             return None
@@ -193,6 +199,17 @@ class Entry:
             )
             for i in self._rest
         ]
+
+
+_attributes_of: Any = operator.attrgetter("__dict__")
+
+
+def _are_same(expected: Sequence[dict[str, Any]], tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors have the attributes that users have given to others."""
+    for before, now in zip(expected, map(_attributes_of, tensors)):
+        if before.keys() != now.keys() or any(now[k] is not v for k, v in before.items()):
+            return False
+    return True
 
 
 def _picked(numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:

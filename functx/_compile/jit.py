@@ -17,7 +17,7 @@ from functx import _torch
 from functx._compile.effects import Before, Changed, settings_kept, watched
 from functx._compile.entries import Entries, Entry, Known, Programs, state_key
 from functx._compile.intact import placed_below
-from functx._compile.met import Exchange, Met
+from functx._compile.met import Exchange, Met, refused
 from functx._compile.operation import IN_EAGER, Call, is_mapped, run
 from functx._compile.program import MAKING, Inputs, Outcome, Program, check_class
 from functx._compile.running import Ran, noted, type_of_tensor_in
@@ -215,6 +215,7 @@ class Jitted:
         spec, others = how
         sized = not (self.dynamic and not self._needs_numbers)
         hashed = tuple(None if o is None else _by_value(o[0]) for o in others)
+        hashed += tuple(map(_named, tensors))
         kinds = tuple([(*described(base_of(t), sized), is_tracked(t)) for t in tensors])
         key = (spec, hashed, kinds, alike(tensors), repr(settings))
         try:
@@ -354,9 +355,15 @@ class Jitted:
             graphs.refusing(),
             noting,
         ):
-            _mark_parameters(given, arguments)
+            _give_attributes(given, arguments)
+            before = [_attributes(t) for t in given]
             out = called(self.function, args, kwargs, name, TracingError)
+            if before != [_attributes(t) for t in given]:
+                raise refused("sets an attribute of an argument", "Set it outside.")
         results, rest = tree.partition(out, is_leaf=_is_size)
+        inputs = {*map(id, given), *met.numbers}
+        if any(_attributes(t) for t in results if id(t) not in inputs):
+            raise refused("sets an attribute of a tensor that it returns", "Set it outside.")
         if rest is not None:  # (with sizes among it, which this graph is for then)
             rest = rest[0], [o and (_as_numbers(o[0]),) for o in rest[1]]
         return Outcome(results, rest, met)
@@ -454,11 +461,19 @@ def _as_numbers(x: Any) -> Any:
     return torch.Size(map(graphs.number, x)) if _is_size(x) else graphs.number(x)
 
 
-def _mark_parameters(given: Sequence[Tensor], arguments: Sequence[Tensor]) -> None:
-    """Let a stand-in for a parameter be one to ``isinstance``."""
+def _give_attributes(given: Sequence[Tensor], arguments: Sequence[Tensor]) -> None:
+    """Let a stand-in have the attributes of the argument, and be a parameter to ``isinstance``."""
     for t, argument in zip(given, arguments):
-        if isinstance(argument, torch.nn.Parameter) and t is not argument:
-            t._is_param = True
+        if t is not argument:
+            t.__dict__.update({k: v for k, v in argument.__dict__.items() if k not in t.__dict__})
+            if isinstance(argument, torch.nn.Parameter):
+                t._is_param = True
+
+
+def _attributes(t: Tensor) -> dict[str, Any]:
+    """The attributes that users have given to a tensor of a trace."""
+    known = _torch.attributes_of_fakes()
+    return {k: v for k, v in t.__dict__.items() if k not in known}
 
 
 _is_tensor = frozenset({Tensor, torch.nn.Parameter}).__contains__
@@ -468,6 +483,11 @@ _is_tensor = frozenset({Tensor, torch.nn.Parameter}).__contains__
 def _how_of_tensors(n: int) -> Any:
     """The second result of `tree.partition` for a call with ``n`` tensors and nothing else."""
     return tree.partition(((torch.empty(()),) * n, {}))[1]
+
+
+def _named(t: Tensor) -> Any:
+    """The attributes of an argument, by value or by identity."""
+    return tuple((k, _by_value(v) if type(v) in PLAIN else id(v)) for k, v in t.__dict__.items())
 
 
 def _plain(t: Tensor) -> Tensor:

@@ -32,11 +32,15 @@ class Alias:
     geometry: Any
     tracked: bool  # with the history of what it is of
     is_whole: bool = False  # all of it, in its order
+    is_leaf: bool = False  # a leaf that requires grad, in memory of what it is of
 
     def made_of(self, base: Tensor, result: Any) -> Tensor:
         """The result."""
         if self.is_same:
             return base
+        if self.is_leaf:
+            leaf = replace(self, is_leaf=False, tracked=False)
+            return leaf.made_of(base.detach(), result).detach().requires_grad_()
         if not self.tracked and base.requires_grad:
             base = base.detach()
         shape, stride, offset, expected = self.geometry or (
@@ -163,12 +167,13 @@ def _alias(t: Tensor, base: Tensor, of_input: bool, index: int, dynamic: bool) -
         return Alias(of_input, index, True, None, t.requires_grad)
     if t.dtype != base.dtype:
         return None
+    is_leaf = t.is_leaf and t.requires_grad
     if not dynamic:
         offset = t.storage_offset() - base.storage_offset()
         geometry = torch.Size(t.shape), t.stride(), offset, base.stride()
         is_whole = (t.shape, t.stride(), offset) == (base.shape, base.stride(), 0)
-        return Alias(of_input, index, False, geometry, t.requires_grad, is_whole)
-    return Alias(of_input, index, False, None, t.requires_grad)
+        return Alias(of_input, index, False, geometry, t.requires_grad, is_whole, is_leaf)
+    return Alias(of_input, index, False, None, t.requires_grad, False, is_leaf)
 
 
 def _is_of_function(t: Tensor) -> bool:

@@ -157,12 +157,14 @@ class Search:
             self._of_tensors[id(t)] = len(self.tensors)
             self.tensors.append(t)
             self.slots.append([])
-            own = t.__dict__ if hasattr(t, "__dict__") else None
-            if own:  # attributes that the user has given to it
+            own = t.__dict__  # attributes that the user has given to it
+            self._container(own, {**own}, t)
+            self.lengths.append((own, len(own)))
+            named = [n for n in own if self.ran is None or n in self.ran.names]
+            if named:
                 self._guard(place, t)
-                self._container(own, {**own}, t)
-                for name, value in own.items():
-                    self._todo.append((value, (ITEM, own, name)))
+                self.key += named
+                self._todo += ((own[name], (ITEM, own, name)) for name in named)
         self.slots[self._of_tensors[id(t)]].append(place or (FIXED, t, None))
 
     def _look(self, x: Any, kind: Any) -> None:

@@ -7,6 +7,7 @@ release which moves one fails there, by name. What is about ``torch.compile`` an
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -184,6 +185,14 @@ LOOKS = {*FunctionalTensor.metadata_fns, torch.ops.prim.device.default}
 ANSWERS: Any = {torch.ops.aten.size.default: lambda t: [int(n) for n in t.shape]}
 DataDependentOutputException = _fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = _fake_tensor.DynamicOutputShapeException
+
+
+@functools.cache
+def attributes_of_fakes() -> frozenset[str]:
+    """The attributes that torch itself gives to a fake tensor."""
+    fake = FakeTensorMode().from_tensor(torch.empty(0))
+    return frozenset({*vars(fake), "_is_param", "_is_buffer"})
+
 
 # -- autocast, of which the public context keeps a depth that an interrupt would leave behind
 any_autocast = _C._is_any_autocast_enabled

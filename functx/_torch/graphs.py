@@ -67,7 +67,8 @@ class _Thread(threading.local):
     """What stands for captured tensors in the trace of this thread."""
 
     standin: Callable[[torch.Tensor], torch.Tensor] | None = None
-    refusals: list[Exception]  # of the trace under way, also those that the function catches
+    # Errors of the trace under way, also those that the function catches:
+    refusals: list[Exception] | None = None
 
 
 _thread = _Thread()
@@ -75,24 +76,23 @@ _thread = _Thread()
 
 def note_refusal(error: Exception) -> Exception:
     """Let the trace under way end in an error, though the function catches it."""
-    if hasattr(_thread, "refusals"):
-        _thread.refusals.append(error)
+    found = _thread.refusals
+    if found is not None:
+        found.append(error)
     return error
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
     """Around a function in a trace: raise the first error that was noted in it."""
-    before, _thread.refusals = getattr(_thread, "refusals", None), []
+    before = _thread.refusals
+    found = _thread.refusals = []
     try:
         yield
-        if _thread.refusals:
-            raise _thread.refusals[0]
+        if found:
+            raise found[0]
     finally:
-        if before is None:
-            del _thread.refusals
-        else:
-            _thread.refusals = before
+        _thread.refusals = before
 
 
 @contextmanager
