@@ -24,6 +24,7 @@ import collections
 import contextvars
 import enum
 import functools
+import gc
 import operator
 import sys
 import threading
@@ -297,12 +298,8 @@ class Search:
             self._attributes(x, kind)
 
     def _proxy(self, x: Any, kind: Any) -> None:
-        items = dict(x)
-        self.key.append(len(items))
-        self.lengths.append((x, len(items)))
-        for k, v in reversed([*items.items()]):
-            self._todo.append((v, (ITEM, x, k)))
-            self._todo.append((k, None))
+        # What it shows may be of any class, whose methods ``x`` would call.
+        self._todo += ((shown, None) for shown in gc.get_referents(x))
 
     def _getter(self, x: Any, kind: Any) -> None:
         self._by_identity(x)
@@ -332,7 +329,7 @@ class Search:
 
     def _module(self, x: types.ModuleType, kind: Any) -> None:
         self._by_identity(x)
-        if not is_library(str(vars(x).get("__name__", ""))):
+        if not is_library(str((attributes(x) or {}).get("__name__", ""))):
             self._modules.append(x)
 
     def _generator(self, x: torch.Generator, kind: Any) -> None:
@@ -431,7 +428,7 @@ class Search:
                 if not is_library_class(k):
                     self._in_class(k, names)
         for module in self._modules:
-            self._in_space(vars(module), names)
+            self._in_space(attributes(module) or {}, names)  # (`vars` loads a lazy module)
         return len(self._todo) > before
 
     def _in_space(self, space: Any, names: Iterable[str]) -> None:

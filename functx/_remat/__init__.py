@@ -35,6 +35,7 @@ node a level (`node`). A node's backward is a region again: replay, then pull ba
 """
 
 from functx._remat import control_flow as control_flow
+from functx._remat import hooks as hooks
 from functx._remat import sharding as sharding
 from functx._remat.api import checked_options as checked_options
 from functx._remat.api import remat as remat

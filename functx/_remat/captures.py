@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
 
 from functx import _torch
 from functx._core import NORMALISATIONS, RematError, tree
@@ -60,6 +61,7 @@ class Captures(Listener):
         self.captured: dict[int, int] = {}  # by the id of a foreign tensor, its number as an input
         self.held: list[Tensor] = []  # so that ids stay what they are
         self.made: set[int] = set()  # inputs that are made of data
+        self.hooks: list[RemovableHandle] = []  # on what is made inside
         # Inputs that nobody differentiates:
         self.constants = [i for i, t in enumerate(self.standins) if not levels.is_tracked(t)]
         self.hides = ""  # what has run that no call tells: a later run can't follow this one
@@ -77,6 +79,7 @@ class Captures(Listener):
     def take_over(self, follower: Any) -> None:
         """Record from here on a run that has followed a script so far (NOTE [two speeds])."""
         super().take_over(follower)
+        self.hooks += follower.hooks
         for number, t in follower.foreign.items():
             self.held.append(t)
             if number in follower.script.made:
@@ -88,6 +91,9 @@ class Captures(Listener):
     def let_go(self) -> None:
         """The region has run: who holds a stand-in now, is the program."""
         self.wanted |= {k: self.standins[-1 - k] for k in self.wanted if k < 0}
+        for handle in self.hooks:  # they may hold the tape; a replay hangs them on its own
+            handle.remove()
+        self.hooks.clear()
         self.standins.clear()
         self.inputs.leaves.clear()
         self.held.clear()
@@ -327,14 +333,26 @@ class Captures(Listener):
             return True  # a number of an edge
         return self.number_within(x) is None and not self._is_inside(levels.alive(x))
 
-    def hang(self, t: Tensor) -> None:
+    def hang(self, func: Any, args: Any, kwargs: Any) -> Any:
+        t = args[0]
         number = self.number_of(t) or self.meet(t, None, None)[0]
-        if number < 0 and -1 - number not in self.made:
+        if number >= 0 or -1 - number in self.made:
+            handle = _torch.hang_on(t, func, *args[1:], **kwargs)
+            if isinstance(handle, RemovableHandle):
+                self.hooks.append(handle)
+            return handle
+        if -1 - number >= self.n_args:
             raise departures.refused(
-                f"{self.region.title} hangs a hook on a tensor that it did not make, of shape "
+                f"{self.region.title} hangs a hook on a captured tensor, of shape "
                 f"{tuple(t.shape)}, or asks for its gradient (retain_grad): a replay would not. Do "
-                "it outside of the region."
+                "it outside of the region, or pass the tensor as an argument."
             )
+        # An argument: it is the program's tensor that the hook is for.
+        n = len(self.inputs.frames)
+        given = self.inputs.values[n][self.inputs.position(-1 - number, n)]
+        if self.outer is not None:
+            return self.outer.hang(func, (given, *args[1:]), kwargs)
+        return _torch.hang_on(given, func, *args[1:], **kwargs)
 
     def _is_given(self, t: Any) -> bool:
         """Whether it is an input itself, no wrapper of it, not made of data inside; or older."""

@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from functx import _torch
 from functx._core import NORMALISATIONS, contents, is_of, normalised, tree, uncompiled
@@ -104,6 +105,10 @@ class Follower(TorchFunctionMode, Listening):
         if self.norms and func in NORMALISATIONS:
             return normalised(func, args, kwargs, self.norms)
         return func(*args, **kwargs) if kwargs else func(*args)
+
+    def hang(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Hang a hook on a result."""
+        return func(*args, **kwargs)
 
     def watch(self) -> None:
         """The call at which a ledger is to begin to listen has come."""
@@ -264,7 +269,7 @@ class Follower(TorchFunctionMode, Listening):
             if func in HOOKS:
                 if not self.is_result(args[0]):
                     return self.departed(func, args, kwargs)
-                return func(*args, **kwargs)
+                return self.hang(func, args, kwargs)
             if not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
                 if due.func != DATA:
                     return self.departed(func, args, kwargs)
@@ -384,6 +389,7 @@ class ForwardFollower(Follower):
     record: Any = None  # a ledger for calls that write
     writes: Writes | None = None
     leaves_grad_mode = True  # in which the region's code has left
+    hooks: Sequence[Any] = ()  # on what was made inside
     others: list[Script] | None = None  # which may be tried where a call departs
 
     def __init__(
@@ -649,6 +655,12 @@ class ForwardFollower(Follower):
             check_written(self.standins, constants, self.script.made, self.region.title)
         return out
 
+    def hang(self, func: Any, args: Any, kwargs: Any) -> Any:
+        handle = _torch.hang_on(args[0], func, *args[1:], **kwargs)
+        if isinstance(handle, RemovableHandle):
+            self.hooks = (*self.hooks, handle)
+        return handle
+
     def calls_made(self) -> list[Call]:
         calls = super().calls_made()
         for i, call in self.changed.items():
@@ -709,6 +721,8 @@ class ForwardFollower(Follower):
 
     def leaves_something(self, results: Sequence[Tensor]) -> bool:
         """The region has run: whether the program holds something that requires grad."""
+        for handle in self.hooks:  # (as in `Captures.let_go`)
+            handle.remove()
         given, t = list[Any](), None
         for t in self.standins:
             given.append(ref(t) if self.depth or t.requires_grad else None)

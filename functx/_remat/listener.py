@@ -9,6 +9,7 @@ collected in the meantime are all one case.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -16,6 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from functx import _torch
 from functx._core import NORMALISATIONS, contents, is_of, normalised, uncompiled
@@ -223,8 +225,7 @@ class Listener(TorchFunctionMode, Listening):
             if func is saving.shown:
                 return saving.name(self, *args)
             if func in HOOKS:
-                self.hang(args[0])
-                return func(*args, **kwargs)
+                return self.hang(func, args, kwargs)
             if func in SWITCHES:
                 if self.changes_leaf(func, args, kwargs):
                     self.log(Call(func, [OUTSIDE]))
@@ -375,8 +376,12 @@ class Listener(TorchFunctionMode, Listening):
             return normalised(func, args, kwargs, self.norms)
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def hang(self, t: Tensor) -> None:
-        """A hook is about to be hung on a tensor."""
+    def hang(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Hang a hook on a tensor, or retain its gradient; not once more on an argument."""
+        number = self.number_of(args[0])
+        if number is not None and 0 <= -1 - number < self.n_args:
+            return None if func is Tensor.retain_grad else RemovableHandle(OrderedDict())
+        return func(*args, **kwargs)
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
         """A tensor made of data, here or in a region inside: as in the forward (rule 3)."""

@@ -111,6 +111,34 @@ class SingleLevelFunction(_SingleLevelFunction):
         return (ctx._autograd_function_id,)
 
 
+def wrap_node_hooks(function: Any, wrap: Callable[[Any, Any], Any]) -> None:
+    """Let nodes of a Function register ``wrap(node, hook)`` for each hook and pre-hook."""
+    nodes: Any = function._backward_cls
+
+    def wrapped(name: str) -> Callable[[Any, Any], Any]:
+        plain = getattr(nodes, name)
+        return lambda node, hook: plain(node, wrap(node, hook))
+
+    nodes.register_hook = wrapped("register_hook")
+    nodes.register_prehook = wrapped("register_prehook")
+
+
+def hang_on(t: torch.Tensor, register: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``register(t, hook)``, for a hook that was meant for a tensor that stands in for ``t``.
+
+    A hook of ``register_multi_grad_hook`` waits for the nodes of its tensors, which it has noted.
+    """
+    hook = args[0] if args else kwargs.get("hook")
+    code = getattr(hook, "__code__", None)
+    if code is not None and code.co_qualname == _MULTI_GRAD_HOOK:
+        cells = dict(zip(code.co_freevars, (cell.cell_contents for cell in hook.__closure__)))
+        cells["grad_fns"][cells["idx"]] = torch.autograd.graph._get_grad_fn_or_grad_acc(t)
+    return register(t, *args, **kwargs)
+
+
+_MULTI_GRAD_HOOK = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>.inner_hook"
+
+
 def apply_at_level(apply: Any, *args: Any) -> Any:
     """Make a node of a single-level Function, by its ``apply``."""
     if peek_interpreter() is None:

@@ -1,0 +1,40 @@
+"""Hooks on the nodes of regions.
+
+The results of a region at one level hang on one node. A hook on that node that pulls back another
+result of the region would run the node again, and with it the hook, for ever: torch's engine nests
+such passes in threads, where no limit of recursion and no interrupt ends them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from functx import _torch
+from functx._core import RematError
+from functx._remat.node import RegionNode
+
+
+def _not_inside_itself(node: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook``, which raises an error where it is called again before it has returned."""
+    title, running = node.payload.region.title, set[int]()
+
+    def run(*gradients: Any) -> Any:
+        thread = threading.get_ident()
+        if thread in running:
+            raise RematError(
+                f"remat: a hook on the grad_fn of a result of {title} pulls back through the same "
+                "node: all results of a region hang on one. It would call itself for ever. Hang "
+                "the hook on what is computed from the result (y * 1), or make a region for each."
+            )
+        running.add(thread)
+        try:
+            return hook(*gradients)
+        finally:
+            running.discard(thread)
+
+    return run
+
+
+_torch.wrap_node_hooks(RegionNode, _not_inside_itself)
