@@ -116,7 +116,7 @@ class Before:
 
     def iterators(self) -> list[Any]:
         """How far the iterators in reach have come, those that tell."""
-        return [_position(x) for x in self.found.held if isinstance(x, _ITERATORS)]
+        return [_position(x) for x in self.found.held if issubclass(type(x), _ITERATORS)]
 
     def settle(self) -> None:
         """Undo all changes, and raise if there are any of the program's.
@@ -373,7 +373,7 @@ def nothing_drawn(found: Search) -> Iterator[None]:
     for i, g in enumerate(generators):
         g.manual_seed(_SEED + i)
     own = [g.get_state() for g in generators]
-    others = [x for x in found.held if isinstance(x, random.Random)]
+    others = [x for x in found.held if issubclass(type(x), random.Random)]
     pythons: list[Any] = [
         (random.getstate, random.setstate),
         *((x.getstate, x.setstate) for x in others),

@@ -48,6 +48,7 @@ from functx._compile.running import (
     with_inner,
 )
 from functx._core import PLAIN as _VALUES
+from functx._core import attributes
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 PLAIN = frozenset(

@@ -133,7 +133,9 @@ def pull_back(
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
-    return [0 if t.is_inference() else t._version for t in map(levels.base_of, tensors)]
+    """The version of each tensor itself: a mode may answer for what stands in its place."""
+    with _torch.without_function_modes():
+        return [0 if t.is_inference() else t._version for t in map(levels.base_of, tensors)]
 
 
 def _is_asked(node: Any, script: Script) -> bool:
