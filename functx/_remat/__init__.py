@@ -44,6 +44,8 @@ from functx._remat.call import on_budget as on_budget
 from functx._remat.call import run as run
 from functx._remat.captures import tape_of as tape_of
 from functx._remat.examples import is_batched_form as is_batched_form
+from functx._remat.guard import StackGuard as StackGuard
+from functx._remat.guard import finish_interrupted as finish_interrupted
 from functx._remat.inside import made_inside as made_inside
 from functx._remat.inside import reported as reported
 from functx._remat.inside import taken_in as taken_in
