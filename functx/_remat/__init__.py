@@ -45,6 +45,8 @@ from functx._remat.call import run as run
 from functx._remat.captures import tape_of as tape_of
 from functx._remat.examples import is_batched_form as is_batched_form
 from functx._remat.guard import Settings as Settings
+from functx._remat.guard import StackGuard as StackGuard
+from functx._remat.guard import finish_interrupted as finish_interrupted
 from functx._remat.guard import settings_now as settings_now
 from functx._remat.inside import made_inside as made_inside
 from functx._remat.inside import reported as reported

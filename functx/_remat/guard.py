@@ -14,7 +14,9 @@ are on; on any exception it cuts back to that.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +69,28 @@ def settings_now() -> Settings:
     return tuple.__new__(Settings, (_torch.flags_now(), casts, caches, device, norms))
 
 
+def finish_interrupted() -> None:
+    """End the contexts whose end an interrupt has cut off; called where an exception is handled.
+
+    Else what a generator does behind its ``yield`` is done when it is collected, some time later:
+    torch would push a function mode then, of which it has taken note for one call.
+    """
+    traceback = sys.exc_info()[2]
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_code in _GENERATORS:
+            with suppress(Exception):
+                frame.f_locals["self"].gen.close()
+        elif frame.f_code is _FLAG:
+            frame.f_locals["self"].__exit__()
+        traceback = traceback.tb_next
+
+
+_OF_A_GENERATOR: Any = type(contextmanager(lambda: iter(()))())  # type: ignore[arg-type]
+_GENERATORS = {_OF_A_GENERATOR.__enter__.__code__, _OF_A_GENERATOR.__exit__.__code__}
+_FLAG = _torch.RequiresGradAllowed.__exit__.__code__
+
+
 class StackGuard:
     """The depth of torch's stacks, its modes and settings, at an entry.
 
@@ -98,6 +122,7 @@ class StackGuard:
 
     def failed(self) -> None:
         """An exception or an interrupt has come: everything is as it was."""
+        finish_interrupted()
         self.cut_back()
         self.settings.put(settings_now())
 

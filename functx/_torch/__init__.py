@@ -93,11 +93,13 @@ class RequiresGradAllowed:
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        self._before = requires_grad_is_allowed()
+        self._before: bool | None = requires_grad_is_allowed()
         allow_requires_grad(True)
 
     def __exit__(self, *raised: object) -> None:
-        allow_requires_grad(self._before)
+        if self._before is not None:  # (after an interrupt it may be called again)
+            allow_requires_grad(self._before)
+            self._before = None
 
 
 class SingleLevelFunction(_SingleLevelFunction):

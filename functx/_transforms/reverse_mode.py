@@ -35,7 +35,7 @@ from functx._core import (
     validate,
     where,
 )
-from functx._remat import made_inside, sharding, taken_in
+from functx._remat import StackGuard, finish_interrupted, made_inside, sharding, taken_in
 from functx._torch import compiler, gradient_edge
 
 # Whether `functx._models.patch` is in place, so that errors must not advise it.
@@ -184,23 +184,29 @@ class Pullback:
         if not retain_graph:
             self._edges = None
         found: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        with (
-            through_fsdp,
-            ways_out(),
-            _outside_inference_mode(),
-            compiler.without_compiled_autograd(),
-            _torch.RequiresGradAllowed(),  # puts the flag back, which the engine clears
-        ):
-            if taped and inputs:
-                found = torch.autograd.grad(
-                    [edge for edge, _ in taped],
-                    inputs,
-                    [cotangent for _, cotangent in taped],
-                    retain_graph=retain_graph,
-                    create_graph=torch.is_grad_enabled() if create_graph is None else create_graph,
-                    allow_unused=True,
-                )
-            return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
+        try:
+            with (
+                through_fsdp,
+                ways_out(),
+                _outside_inference_mode(),
+                compiler.without_compiled_autograd(),
+                _torch.RequiresGradAllowed(),  # puts the flag back, which the engine clears
+            ):
+                if taped and inputs:
+                    found = torch.autograd.grad(
+                        [edge for edge, _ in taped],
+                        inputs,
+                        [cotangent for _, cotangent in taped],
+                        retain_graph=retain_graph,
+                        create_graph=torch.is_grad_enabled()
+                        if create_graph is None
+                        else create_graph,
+                        allow_unused=True,
+                    )
+                return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
+        except BaseException:
+            finish_interrupted()
+            raise
 
 
 def _hand_over(receive: Callable[..., None], leaf: int, gradient: torch.Tensor) -> torch.Tensor:
@@ -236,45 +242,50 @@ def record(
     validate.check_inputs(args, positions, api)
     args, kwargs = taken_in(api, (args, kwargs))
     norms = norm_derivatives.around((args, kwargs), once=once)  # asked for outside of the new level
-    with (
-        _hooks_disabled(),
-        _outside_inference_mode(),
-        sharding.watching(api) as watch,
-        _torch.grad_level() as level,
-        torch.enable_grad(),
-    ):
-        if watch is not None:
-            watch.level = level
-        made: list[torch.Tensor] = []
+    entry = StackGuard(None)
+    try:
+        with (
+            _hooks_disabled(),
+            _outside_inference_mode(),
+            sharding.watching(api) as watch,
+            _torch.grad_level() as level,
+            torch.enable_grad(),
+        ):
+            if watch is not None:
+                watch.level = level
+            made: list[torch.Tensor] = []
 
-        def enter(leaf: Any) -> Any:
-            return _torch.wrap_grad(_torch.alive(leaf), level) if tree.is_tensor(leaf) else leaf
+            def enter(leaf: Any) -> Any:
+                return _torch.wrap_grad(_torch.alive(leaf), level) if tree.is_tensor(leaf) else leaf
 
-        def leave(leaf: Any) -> Any:
-            value = _torch.unwrap_grad(leaf, level) if isinstance(leaf, torch.Tensor) else leaf
-            if value is not leaf:  # else it is of nobody here, and passed on as it is
-                made.append(value)
-            return value
+            def leave(leaf: Any) -> Any:
+                value = _torch.unwrap_grad(leaf, level) if isinstance(leaf, torch.Tensor) else leaf
+                if value is not leaf:  # else it is of nobody here, and passed on as it is
+                    made.append(value)
+                return value
 
-        classes = function_classes()
-        args, kwargs = tree.map_(enter, (args, kwargs))
-        inputs = tuple(args[position] for position in positions)
-        for leaf in tree.leaves(inputs):
-            _torch.require_grad(leaf)
-        with norms:
-            output, aux = func(*args, **kwargs), None
-        if has_aux:
-            output, aux = validate.split_aux(output, api)
-        (check_output or partial(validate.check_outputs, api=api))(output)
-        flat_output, spec = tree.flatten(output)
-        one = isinstance(argnums, int)
-        pullback = Pullback(inputs[0] if one else inputs, flat_output, spec)
-        _check_nothing_lost(pullback, api)
-        pullback.watch = watch
-        unwrap_for_backward(flat_output, classes)
-        output, aux = tree.map_(leave, output), tree.map_(leave, aux)
-        made_inside(made)
-        return output, aux, pullback
+            classes = function_classes()
+            args, kwargs = tree.map_(enter, (args, kwargs))
+            inputs = tuple(args[position] for position in positions)
+            for leaf in tree.leaves(inputs):
+                _torch.require_grad(leaf)
+            with norms:
+                output, aux = func(*args, **kwargs), None
+            if has_aux:
+                output, aux = validate.split_aux(output, api)
+            (check_output or partial(validate.check_outputs, api=api))(output)
+            flat_output, spec = tree.flatten(output)
+            one = isinstance(argnums, int)
+            pullback = Pullback(inputs[0] if one else inputs, flat_output, spec)
+            _check_nothing_lost(pullback, api)
+            pullback.watch = watch
+            unwrap_for_backward(flat_output, classes)
+            output, aux = tree.map_(leave, output), tree.map_(leave, aux)
+            made_inside(made)
+            return output, aux, pullback
+    except BaseException:
+        entry.failed()
+        raise
 
 
 def _check_nothing_lost(pullback: Pullback, api: str) -> None:

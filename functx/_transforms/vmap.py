@@ -33,7 +33,12 @@ def vmap(
     def mapped(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():
             return of_torch(*args, **kwargs)
-        with _torch.RequiresGradAllowed():
-            return of_torch(*args, **kwargs)
+        entry = _remat.StackGuard(None)
+        try:
+            with _torch.RequiresGradAllowed():
+                return of_torch(*args, **kwargs)
+        except BaseException:
+            entry.failed()
+            raise
 
     return _remat.reported(mapped, "vmap")

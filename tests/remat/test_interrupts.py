@@ -72,16 +72,21 @@ def per_example():
 PROGRAMS = {f.__name__: f for f in (base, per_example)}
 
 
-class Interrupt:
-    """A profile function that raises at one call of our code, and counts them."""
+# What is called where a context ends, ours or torch's.
+ENDS = {"__exit__", "_pop_mode", "_vmap_decrement_nesting"}
 
-    def __init__(self, at):
-        self.at, self.calls, self.where = at, 0, None
+
+class Interrupt:
+    """A profile function that raises at one call of our code, or where contexts end; it counts."""
+
+    def __init__(self, at, at_ends):
+        self.at, self.at_ends, self.calls, self.where = at, at_ends, 0, None
 
     def __call__(self, frame, event, arg):
         code = frame.f_code
         ours = code.co_filename == __file__ or any(map(code.co_filename.startswith, FILES))
-        if event != "call" or not ours:
+        counted = code.co_name in ENDS if self.at_ends else ours
+        if event != "call" or not counted:
             return
         self.calls += 1
         if self.calls == self.at:
@@ -90,8 +95,8 @@ class Interrupt:
             raise KeyboardInterrupt
 
 
-def interrupted(program, at):
-    interrupt = Interrupt(at)
+def interrupted(program, at, at_ends=False):
+    interrupt = Interrupt(at, at_ends)
     sys.setprofile(interrupt)
     try:
         program()
@@ -131,16 +136,16 @@ def start(f, what="the thread"):
     return result
 
 
-def check(name, points):
+def check(name, points, at_ends=False):
     program = PROGRAMS[name]
     for _ in range(3):  # what first calls set up
         expected = seeded(program)
-    calls = interrupted(program, -1).calls
+    calls = interrupted(program, -1, at_ends).calls
     assert calls > 10
     before, stride = state(), max(1, calls // points)
     for number, at in enumerate(range(1, calls + 1, stride)):
         torch.manual_seed(3)
-        where = interrupted(program, at).where
+        where = interrupted(program, at, at_ends).where
         after = state()
         assert after == before, f"interrupted at {where} ({at} of {calls})"
         assert nn.Linear(2, 2)(torch.ones(2)).shape == (2,)
@@ -151,10 +156,12 @@ def check(name, points):
 
 
 # Slow: each point is a run of a program, in a process of its own.
+@pytest.mark.parametrize("at_ends", [False, True], ids=["our code", "ends of contexts"])
 @pytest.mark.parametrize("points", [POINTS, pytest.param(10**6, marks=pytest.mark.sweep)])
-def test_an_interrupt_leaves_torch_as_it_was(points):
+def test_an_interrupt_leaves_torch_as_it_was(points, at_ends):
     """What an interrupt breaks in that process breaks no other test."""
-    code = f"from {__name__} import PROGRAMS, check; [check(name, {points}) for name in PROGRAMS]"
+    run = f"[check(name, {10 * points if at_ends else points}, {at_ends}) for name in PROGRAMS]"
+    code = f"from {__name__} import PROGRAMS, check; {run}"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
