@@ -90,6 +90,8 @@ def combine(tensors: Sequence[torch.Tensor], how: Any) -> Any:
 
 def is_tensor_dict(one: Any) -> bool:
     """Whether ``one`` is a TensorDict or a tensorclass; ``vmap`` maps their batch size too."""
+    if isinstance(one, torch.Tensor):  # (what looks at classes is not asked about tensors)
+        return False
     found = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
     return found is not None and bool(found(type(one)))
 
