@@ -386,7 +386,7 @@ class Search:
         for name, value in [*own.items()][::-1]:
             if type(name) is not str or (is_module and name in _BOOKKEEPING):
                 continue
-            if of_functx and (type(value) in PLAIN or name == "backend"):
+            if of_functx and (type(value) in PLAIN or name in ("backend", "scripts")):
                 continue  # functx's own notes, which change; and what compiles
             if is_module and name in _HOOKS and type(value) in _EMPTY_KINDS and not value:
                 if self._is_wanted(name, x, kind):

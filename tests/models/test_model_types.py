@@ -31,7 +31,7 @@ def test_the_sweep_can_fail(monkeypatch, request):
     raises = Mock(side_effect=functx.RematError("on purpose"))
     for broken, outcome in ((lambda model, **options: model, "no region"), (raises, "raises")):
         monkeypatch.setattr(functx, "remat", broken)
-        cls, *verdicts = models.judge("bert")
+        cls, *verdicts, _ = models.judge("bert")  # and how the regions ran
         assert [verdict[2] for verdict in verdicts] == ["same", "same", outcome] * 3
         record = {"type": "bert", "model": cls, "not built": "", "verdicts": verdicts}
         assert f"- `bert`, whole: {outcome}" in models.report([record])
