@@ -171,12 +171,14 @@ def acts(node: Any) -> bool:
 
 
 def _is_computed(value: Any) -> bool:
-    """Whether a value is a number, or has a size that is no input's: the graph may yet use it."""
+    """Whether a value is a symbolic number, or has one in its layout: the graph may yet use it.
+
+    Also a size that is an input's: the tracer takes each from the tensor that has said it.
+    """
     if not isinstance(value, torch.Tensor):
         return isinstance(value, _proxy_tensor.py_sym_types)
     numbers = (*value.shape, *value.stride(), value.storage_offset())
-    sizes = [n.node.expr for n in numbers if isinstance(n, torch.SymInt)]
-    return any(not size.is_symbol or str(size)[0] == "u" for size in sizes)
+    return any(isinstance(n, torch.SymInt) for n in numbers)
 
 
 def note_kept(tensors: Iterable[torch.Tensor]) -> None:
