@@ -69,18 +69,19 @@ def argument(stack, rows=3):
 
 
 def check(f, stack, region, plain, mode):
-    """The graph is right, or torch can't trace the same without regions, either."""
+    """The graph is right, or torch can't trace the same, or run it, without regions, either."""
     x = argument(stack)
     expected = stacked(plain, stack, none, torch.func)(x, WEIGHT)
     try:
-        graph = make_fx(stacked(f, stack, region), tracing_mode=mode)(x, WEIGHT)
+        found = make_fx(stacked(f, stack, region), tracing_mode=mode)(x, WEIGHT)(x, WEIGHT)
     except Exception:
+        g = stacked(plain, stack, none, torch.func)
         try:
-            make_fx(stacked(plain, stack, none, torch.func), tracing_mode=mode)(x, WEIGHT)
+            make_fx(g, tracing_mode=mode)(x, WEIGHT)(x, WEIGHT)
         except Exception:
             return
         raise
-    assert_same(graph(x, WEIGHT), expected, eps=2.0**16)
+    assert_same(found, expected, eps=2.0**16)
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
@@ -158,7 +159,7 @@ def random_program(seed):
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(2, 8), pytest.param(range(8, 340), marks=pytest.mark.sweep)],
+    [range(8), pytest.param(range(8, 340), marks=pytest.mark.sweep)],
     ids=["few", "many"],
 )
 def test_random_programs_traced_in_three_modes(seeds):
