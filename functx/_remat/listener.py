@@ -202,6 +202,8 @@ class Listener(TorchFunctionMode, Listening):
             or key_excluded(AUTOGRAD)
             # Python that an operator runs below functorch (a decomposition):
             or (peek_interpreter() is not None and not _torch.key_included(FUNCTORCH_FRONT))
+            # The same, where a level is left that the operator has not come to yet:
+            or (self.depth and _torch.functorch_depth() < self.depth)
             or (self.ledgers and any(ledger.busy for ledger in self.ledgers))
         )
 

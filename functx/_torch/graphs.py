@@ -230,8 +230,7 @@ def close(since: Any, region: str, phase: str) -> None:
         return
     read = {slot.proxy.node for slot in mode.tracer.tensor_tracker.values()}
     for node in _nodes_after(since, mode):
-        gives_sizes = any(map(_is_computed, torch.utils._pytree.tree_leaves(node.meta.get("val"))))
-        if not (node.users or node in read or gives_sizes or acts(node)):
+        if not (node.users or node in read or acts(node) or _gives_sizes(node, mode.tracer)):
             mode.tracer.graph.erase_node(node)
         elif node.op == "call_function":
             _note(node, functx_region=region, functx_phase=phase)
@@ -242,13 +241,34 @@ def acts(node: Any) -> bool:
     return bool(node.is_impure()) or node.target in _torch.HIDDEN_WRITES
 
 
-def _is_computed(value: Any) -> bool:
-    """Whether a value is a number, or has a size that is no input's: the graph may yet use it."""
-    if not isinstance(value, torch.Tensor):
-        return isinstance(value, _proxy_tensor.py_sym_types)
-    numbers = (*value.shape, *value.stride(), value.storage_offset())
-    sizes = [n.node.expr for n in numbers if isinstance(n, torch.SymInt)]
-    return any(not size.is_symbol or str(size)[0] == "u" for size in sizes)
+def _gives_sizes(node: Any, tracer: Any) -> bool:
+    """Whether the graph may yet use a number that a node gives, or a size of its result.
+
+    Sizes of inputs are taken from the inputs from now on.
+    """
+    for value in torch.utils._pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(value, _proxy_tensor.py_sym_types):
+            return True
+        if not isinstance(value, torch.Tensor):
+            continue
+        numbers = (*value.shape, *value.stride(), value.storage_offset())
+        for n in numbers:
+            if isinstance(n, torch.SymInt) and not _is_taken_from_an_input(n, tracer):
+                return True
+    return False
+
+
+def _is_taken_from_an_input(size: torch.SymInt, tracer: Any) -> bool:
+    """Let a size that equals one of an input be that one in the graph; whether there is one."""
+    for node in tracer.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        for n in value.shape if isinstance(value, torch.Tensor) else ():
+            if isinstance(n, torch.SymInt) and n.node.expr == size.node.expr:
+                if (slot := tracer.symnode_tracker.get(n)) is None:
+                    return False
+                tracer.symnode_tracker[size] = slot
+                return True
+    return False
 
 
 def note_kept(tensors: Iterable[torch.Tensor]) -> None:
