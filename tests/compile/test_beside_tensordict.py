@@ -1,10 +1,12 @@
 """tensordict stands around torch's vmap as soon as it is imported."""
 
-import tensordict
+import pytest
 import torch
 from references import assert_same
 
 import functx
+
+tensordict = pytest.importorskip("tensordict")
 
 
 def test_a_mapped_function_is_compiled_where_tensordict_is_imported():
