@@ -94,6 +94,7 @@ def _block(
             new = body(given)
     state = _masked(alive, state, new)
     alive, goes_on = _asked(cond(state), alive)
+    assert alive is not None  # once the condition has been a mapped tensor
     return state, Examples(alive, _undifferentiated(given), started), goes_on
 
 

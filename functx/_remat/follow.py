@@ -411,11 +411,11 @@ class ForwardFollower(Follower):
         self.function, self.inputs, self.first_node = function, inputs, first_node
         self.depth, self.modes = entry.functorch, entry.dispatch
         self.foreign: dict[int, Tensor] = {}  # by the number of an input, what was captured
+        self.leaves: Any = set()  # the ids of stand-ins that are leaves
         if inputs is not None:
             self.values, self.standins = inputs.values[0], inputs.standins
             self.leaves = inputs.leaves.keys()
             return
-        self.leaves: Any = set()  # the ids of stand-ins that are leaves
         self.values, self.standins = tensors, []
         for t in tensors:
             if t.requires_grad:

@@ -86,7 +86,7 @@ def finish_interrupted() -> None:
         traceback = traceback.tb_next
 
 
-_OF_A_GENERATOR: Any = type(contextmanager(lambda: iter(()))())  # type: ignore[arg-type]
+_OF_A_GENERATOR: Any = type(contextmanager(lambda: iter(()))())
 _GENERATORS = {_OF_A_GENERATOR.__enter__.__code__, _OF_A_GENERATOR.__exit__.__code__}
 _FLAG = _torch.RequiresGradAllowed.__exit__.__code__
 

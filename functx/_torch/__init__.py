@@ -130,7 +130,7 @@ def hang_on(t: torch.Tensor, register: Callable[..., Any], *args: Any, **kwargs:
 
     A hook of ``register_multi_grad_hook`` waits for the nodes of its tensors, which it has noted.
     """
-    hook = args[0] if args else kwargs.get("hook")
+    hook: Any = args[0] if args else kwargs.get("hook")
     code = getattr(hook, "__code__", None)
     if code is not None and code.co_qualname == _MULTI_GRAD_HOOK:
         cells = dict(zip(code.co_freevars, (cell.cell_contents for cell in hook.__closure__)))
