@@ -42,7 +42,6 @@ from functx._remat.calls import (
     same_function,
 )
 from functx._remat.captures import Captures
-from functx._remat.generators import Draws
 from functx._remat.guard import StackGuard
 from functx._remat.ledger import Record, read_outside
 from functx._remat.listener import Body, Listener, Listening
@@ -685,8 +684,6 @@ class ForwardFollower(Follower):
         while self.others:
             script = self.others.pop(0)
             if script.steps[:at] == self.steps[:at] and script.kinds[:n] == self.all_inputs().kinds:
-                if script.draws:
-                    self._note_draws()
                 self.script, self.steps, self.kinds = script, script.steps, script.kinds
                 self.due = script.steps[at]
                 self.refs += [None] * (script.serial + 1 - len(self.refs))
@@ -700,7 +697,6 @@ class ForwardFollower(Follower):
                 f"{self.region.title} makes other calls than in its last run, in a dispatch mode "
                 "that it has entered. Enter the mode outside of the region."
             )
-        self._note_draws()
         record = Record(self.region.draws)
         heir = self.heir = Captures(self.region, self.all_inputs(), record, None, self.first_node)
         self.due = NO_STEP
@@ -710,12 +706,6 @@ class ForwardFollower(Follower):
         record.writes = self.writes
         heir.begin()
         return heir
-
-    def _note_draws(self) -> None:
-        """Random numbers may be drawn from here on; so far there are none."""
-        region, preserved = self.region, self.region.options.preserve_rng_state
-        if region.draws is None and preserved:
-            region.draws = Draws(self.standins, python=preserved == "all")
 
     # -- the end
 

@@ -184,7 +184,6 @@ class Forward:
         told.calls, told.key, told.kinds = captures.calls, self.key, inputs.kinds
         told.made, told.results, told.places = captures.made, self.results, self.places
         told.ran, told.nodes, told.serial, told.slots = ran, nodes, captures.serial, inputs.slots
-        told.draws = region.draws is not None or captures.record.has_foreign
         told.partly = Partly.YES if captures.record.followed else Partly.NO
         told.requiring = [inputs.requiring(k) for k in range(len(region.frames) + 1)]
         told.steps, told.has_leaves_asked = (), False
@@ -280,7 +279,7 @@ def run(
         since = graphs.last_node() if in_modes else None
         if follower is not None:
             del tensors
-            if follower.script.draws and options.preserve_rng_state:
+            if options.preserve_rng_state:
                 python = options.preserve_rng_state == "all"
                 region.draws = Draws(follower.standins, python=python)
             how, results = follower.run(body)

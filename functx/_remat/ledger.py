@@ -148,7 +148,6 @@ class Record(Ledger):
         self.draws_now = self.writes_now = (
             False  # this call draws, or writes to what it has not made
         )
-        self.has_foreign = False  # an operator of an extension has run
         self.followed = 0  # how many entries are those of a script that the run began with
         self.blind = False  # code has run that no mode sees
         self.blank: set[int] = set()  # entries whose memory, empty or zero, nothing seen has filled
@@ -192,10 +191,7 @@ class Record(Ledger):
                 kind = kind if kind is DRAWN else ALWAYS
         if written and self.saver is not None:
             self.saver.about_to_write(written)
-        before = None
-        if operator.is_foreign:
-            self.has_foreign = True
-            before = None if self.draws is None else self.draws.states()
+        before = self.draws.states() if operator.is_foreign and self.draws is not None else None
         out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         if kind is VIEW:
             self.entries.append(Entry(operator.overload, VIEW))

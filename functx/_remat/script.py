@@ -68,19 +68,8 @@ class Script:
     """What one run has told."""
 
     __slots__ = (
-        *(
-            "calls",
-            "draws",
-            "has_leaves_asked",
-            "key",
-            "kinds",
-            "made",
-            "nodes",
-            "partly",
-            "places",
-            "ran",
-        ),
-        *("requiring", "results", "serial", "slots", "steps", "untold"),
+        *("calls", "has_leaves_asked", "key", "kinds", "made", "nodes", "partly", "places"),
+        *("ran", "requiring", "results", "serial", "slots", "steps", "untold"),
     )
     # Whether it has begun with another script; and has been followed from start to end since.
     partly: Partly
@@ -90,7 +79,6 @@ class Script:
     untold: str  # what they do not tell, for observers
     # Whether `torch.autograd.grad` was asked for a leaf that it was given; see `node`.
     has_leaves_asked: bool
-    draws: bool  # whether it has drawn random numbers, or has called what may: extensions
     kinds: list[Any]  # of its inputs
     made: Any  # the inputs that were made of data, inside: their memory is the region's own
     results: list[int]  # which results of the body are different ones,

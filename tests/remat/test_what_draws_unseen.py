@@ -5,6 +5,8 @@ a generator that torch hands out as several Python objects. Each program runs th
 later runs follow the first one.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from cases import identity, numbers
@@ -111,6 +113,30 @@ def test_what_a_replay_draws_is_what_the_forward_drew(name, stack):
         program = lambda remat: STACKS[stack](lambda x: remat(UNSEEN[name])(x).sum(), X)
         exact = stack != "double backward"  # which adds up in another order
         same(seeded(program, functx.remat), seeded(program, identity), exact)
+
+
+now = SimpleNamespace(dropped=0.0)
+
+
+def drop_in_place(y):
+    """What a kernel of an extension does to memory, past all modes; it may draw nothing."""
+    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        if now.dropped:
+            y.mul_(torch.rand(y.shape, dtype=y.dtype) > now.dropped)
+
+
+@pytest.mark.parametrize("stack", ["backward", "double backward"])
+def test_a_kernel_may_begin_to_draw_in_a_run_that_follows_one_that_drew_nothing(stack):
+    def f(x):
+        y = x * 1
+        drop_in_place(y)
+        return y.sin()
+
+    region = functx.remat(f)
+    for now.dropped in (0.0, 0.0, 0.5, 0.5, 0.0):
+        program = lambda remat: STACKS[stack](lambda x: remat(f)(x).sum(), X)
+        same(seeded(program, lambda f: region), seeded(program, identity))
+    now.dropped = 0.0
 
 
 @pytest.mark.parametrize("check", ["default", "none"])
