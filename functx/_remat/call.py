@@ -37,9 +37,8 @@ class Rematted(Wrapper):
     """A function that is a region at each call; pickles where the function does."""
 
     def __init__(self, function: Any, options: Options) -> None:
-        if (
-            type(function) is types.FunctionType
-        ):  # as `functools.update_wrapper`, which takes longer
+        if type(function) is types.FunctionType:
+            # As `functools.update_wrapper`, in less time: a closure may be wrapped at each call.
             names = self.__dict__
             for name in functools.WRAPPER_ASSIGNMENTS:
                 names[name] = getattr(function, name)
@@ -82,13 +81,14 @@ def run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options)
 
 @uncompiled
 def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
-    jax = sys.modules.get("jax")  # (asked here, since this is all that most processes need)
+    # Most processes have no JAX, and each call asks: so this is asked before `backend_of` is.
+    jax = sys.modules.get("jax")
     if jax is not None and (backend := backend_of("remat", args, kwargs)) is not None:
         if options.budget is not None:
             raise TypeError("remat: a budget is for torch tensors; JAX arrays can have a policy.")
         return backend.remat(f, options.policy)(*args, **kwargs)
     undifferentiated = not torch.is_grad_enabled() and not observers.tracers
-    if undifferentiated or observers.without or (compiler.exporting() and exporting()):
+    if undifferentiated or observers.without or exporting():
         return f(*args, **kwargs)
     if options.budget is not None:
         return _on_budget[0](f, args, kwargs, options)
@@ -99,7 +99,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
             stacklevel=3,
         )
         return f(*args, **kwargs)
-    title = Title((options.name, *where(3)))  # (below `run` and what has called it)
+    title = Title((options.name, *where(inner=3)))  # `_run`, `run` and what has called that
     frozen, held = f, None
     if type(f) is not types.FunctionType or f.__closure__ is not None:
         frozen, held = cells.frozen(f)

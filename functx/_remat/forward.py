@@ -33,7 +33,7 @@ from functx._torch import graphs
 
 
 class Forward:
-    """One run of a region."""
+    """One run of a region that is recorded, from its first call or from where it has departed."""
 
     # What a trace does differently (see `traced`):
     traces = False
@@ -137,10 +137,8 @@ class Forward:
         leaves = captures.leaves_unseen([t for values in parts.values() for t in values])
         ran = captures.leave_out([*results, *parts[lowest]])
         kept = [] if region.kept is None else region.kept.take()
-        self.writes, region.written = (
-            captures.record.writes,
-            captures.record.writes.inputs_written(),
-        )
+        self.writes = captures.record.writes
+        region.written = self.writes.inputs_written()
         self.writes.put_before()
         required = {k: node.required_of(parts[k], k, inputs) for k in range(lowest, n + 1)}
         told = self.told(ran, nodes)
@@ -156,10 +154,9 @@ class Forward:
             inputs.reached = None  # of these nothing is known
             fresh += [t for _, t in further]
             required[0] += [True] * len(further)
-        made = (
-            captures.record.has_made
-        )  # (nn.Parameter(...) is not shown: such a leaf is made anew)
-        region.leaves = [ref(t) for t in leaves if not made(_torch.storage_of(t))]
+        # No mode is shown nn.Parameter(...): a replay makes such a leaf anew.
+        has_made = captures.record.has_made
+        region.leaves = [ref(t) for t in leaves if not has_made(_torch.storage_of(t))]
         self.begin_up(fresh)
         for k in range(lowest, n + 1):
             if k > lowest:
@@ -217,10 +214,18 @@ def run(
 ) -> Any:
     """Run ``body``, and remember how to run it ``again``; returns its results, on nodes.
 
-    Both take ``tensors``, and return what a tree holds. Later runs find the script of this one in
-    ``scripts``, or by the ``function``; each run is recorded where ``scripts`` is ``None``.
-    ``cells`` are what ``again`` closes over.
-    ``forward`` makes a `Forward`; if ``None``, what traces here does, or that itself.
+    Both take ``tensors`` and return a pytree.
+
+    Args:
+        body: the function; it runs now.
+        again: the same for replays, with closure cells of its own.
+        tensors: the inputs so far.
+        options: what the user said.
+        title: what messages call the region.
+        function: later runs of it may follow the script of this run.
+        scripts: those of earlier runs; each run is recorded if it is ``None``.
+        cells: what ``again`` closes over; see `cells`.
+        forward: makes a `Forward`. If ``None``, what traces here does that, or `Forward` itself.
     """
     if forward is None and observers.tracers:
         return observers.tracers[-1](body, again, tensors, options, title, function, scripts, cells)
@@ -287,7 +292,7 @@ def run(
                 goes_on = Forward(region, None, function, follower.all_inputs(), key, first_node)
                 goes_on.listener = follower.heir
                 results, further = goes_on.complete(results)
-            elif scripts.own and scripts.own[0] is not follower.script:
+            elif not (scripts.own and scripts.own[0] is follower.script):
                 scripts.followed(follower.script)
             if not follower.leaves_grad_mode:
                 _torch.set_grad_enabled(False)

@@ -1,15 +1,13 @@
-"""What torch has set around a call, and how deep its stacks are.
+"""The state of torch around a call: its settings, and the depths of its stacks.
 
-`Settings` must be set around a replay as around the forward (rule 1). Their list is closed:
+A replay runs under the settings of its forward (rule 1). The list of `Settings` is complete:
 autocast, default device and dtype, SDPA backends, deterministic algorithms and the precision of
-matrix products. Grad mode is on in a replay, as it was where there is a region.
-
-After an exception or an interrupt, torch is as it was.
+matrix products. Grad mode is always on in a replay, since a forward without it is no region.
 
 NOTE [guard]
-An interrupt can come between any two lines, so a ``finally`` that pops may pop what somebody else
-has pushed. Each forward and replay notes at its entry how deep torch's stacks are and which modes
-are on; on any exception it cuts back to that.
+An interrupt can come between any two lines. Then a ``finally`` that pops a mode may pop one that
+other code has pushed. So each forward and each replay notes the depths of torch's stacks and the
+active modes when it starts, and cuts back to these on any exception. Afterwards torch is as it was.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functx import _torch
-from functx._core import NormsByDefinition, NormsInOneDtype, norm_derivatives
+from functx._core import NormsByDefinition, NormsInOneDtype, is_internal, norm_derivatives
 from functx._remat import levels
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -70,17 +68,20 @@ def settings_now() -> Settings:
 
 
 def finish_interrupted() -> None:
-    """End the contexts whose end an interrupt has cut off; called where an exception is handled.
+    """End torch's and functx's own contexts that an interrupt has cut off while they ended.
 
-    Else what a generator does behind its ``yield`` is done when it is collected, some time later:
-    torch would push a function mode then, of which it has taken note for one call.
+    Called while an exception is handled. Without it, such a generator runs the code after its
+    ``yield`` when Python collects it, some time later: torch would push a function mode then. The
+    user's contexts are left to Python (rule 5).
     """
     traceback = sys.exc_info()[2]
     while traceback is not None:
         frame = traceback.tb_frame
         if frame.f_code in _GENERATORS:
-            with suppress(Exception):
-                frame.f_locals["self"].gen.close()
+            with suppress(Exception):  # of the context, or there is none yet
+                context = frame.f_locals["self"].gen
+                if is_internal(context.gi_code.co_filename):
+                    context.close()
         elif frame.f_code is _FLAG:
             frame.f_locals["self"].__exit__()
         traceback = traceback.tb_next
@@ -145,13 +146,13 @@ class StackGuard:
         self.uncached = self.took = True
         torch.set_autocast_cache_enabled(False)
 
-    def cut_back(self, functorch: int | None = None, modes: int = 0) -> None:
-        """Undo what was entered since, but for some function modes, and levels to some depth."""
+    def cut_back(self, modes: int = 0) -> None:
+        """Undo what was entered since, but for so many function modes."""
         while _torch.function_depth() > self.function + modes:
             _torch.pop_function_mode()
         while _torch.dispatch_depth() > self.dispatch:
             _torch.pop_dispatch_mode(None)
-        levels.leave_to(self.functorch if functorch is None else functorch)
+        levels.leave_to(self.functorch)
         self.settle()
 
     def settle(self) -> None:

@@ -5,10 +5,10 @@ of any other node. Its backward is itself a region, "replay, then pull back", if
 differentiates it (`pullback.RegionPullback`), so that derivatives of any order recompute.
 
 NOTE [leaves asked for]
-A backward pass computes the gradients that it is asked for, and no others: torch tells of each node
-whether the pass will run it. Of a leaf that `torch.autograd.grad` is given, it does not; it raises,
-which takes longer than all else that a node does. So where that has happened once, a view of each
-leaf is hung on the node, of which torch tells.
+A pullback computes the gradients that the backward pass asks for, and no others. torch says whether
+the pass runs a node (`will_run`), but it raises an error for a leaf that is an input of
+`torch.autograd.grad`. Raising takes longer than everything else that the node does. So once it has
+happened in runs of a script, later nodes get a view of each leaf, for which torch does not raise.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ def _sharing(results: list[Tensor], inputs: Inputs | list[Tensor], n: int) -> li
     above that can't be had, since in a Function no level below records it.) The first ``n`` were
     returned. The others are the program's own tensors, which stay themselves.
     """
-    if type(inputs) is list and len(results) == 1:  # (what follows, without sets)
+    if type(inputs) is list and len(results) == 1:
+        # The most frequent case, without making sets.
         mine = _torch.storage_of(results[0])
         for t in inputs:
             if _torch.storage_of(t) == mine != -1:
@@ -181,7 +182,10 @@ def _sharing(results: list[Tensor], inputs: Inputs | list[Tensor], n: int) -> li
 def attach_simply(
     region: Region, values: list[Tensor], requiring: list[int], results: list[Tensor]
 ) -> list[Tensor]:
-    """`attach`, at the base level, where all results require grad and only values are kept."""
+    """What `attach` does at the base level if all results require grad and only values are kept.
+
+    Nearly all nodes are such. It goes without the checks that the others need.
+    """
     if observers.of_nodes:
         for callback in observers.of_nodes:
             callback([*values], region.options.name, 0)

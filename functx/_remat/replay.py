@@ -109,7 +109,7 @@ class ReplayFollower(Follower):
 
 
 class LateLedger:
-    """The ledger of a replay, which begins to listen at the first call that leaves out."""
+    """The ledger of a replay, made when it begins to listen: at the first call that leaves out."""
 
     __slots__ = ("begun", "here", "kept", "live", "region", "stop")
 
@@ -120,7 +120,7 @@ class LateLedger:
         self.begun: Rerun | None = None
 
     def may_begin(self) -> bool:
-        """Whether the program has entered no mode; what an engine runs has modes of its own."""
+        """Whether the same modes and the same backward pass are active as at the start."""
         return self.here == (_torch.dispatch_depth(), _torch.current_backward())
 
     def begin(self, at: int) -> Rerun:
@@ -294,12 +294,7 @@ def _attempt_at_the_base(
     """`_attempt` of a region that was called without levels; what is wanted is edges."""
     connected = torch.is_grad_enabled()
     _torch.set_grad_enabled(True)
-    plainly = not connected and not _torch.dispatch_depth()
-    leaves = list[Tensor]()
-    for value, required in zip(values, region.slots[0]):
-        if required:
-            value = value.detach().requires_grad_() if plainly else _leaf(value, connected)
-        leaves.append(value)
+    leaves = [_leaf(t, connected) if slot else t for t, slot in zip(values, region.slots[0])]
     standins = leaves
     if len(leaves) > 1:
         _alias_repeated(leaves)
@@ -435,11 +430,9 @@ def pulled_back(
     if traced:
         graphs.close(since, payload.region.options.name, "replay")
     inputs += leaves
-    for edge in edges:
-        if edge is None:
-            cotangents = [c for e, c in zip(edges, cotangents) if e is not None]
-            edges = [e for e in edges if e is not None]
-            break
+    if any(e is None for e in edges):
+        cotangents = [c for e, c in zip(edges, cotangents) if e is not None]
+        edges = [e for e in edges if e is not None]
     if recorded and level == 0:
         sharding.refuse_lost_derivatives(edges, first)
     if not edges:

@@ -53,15 +53,17 @@ class Step(NamedTuple):
     call: Call
 
 
-NO_STEP = Step(None, True, [], False, False, None, Call("nothing", []))  # no call is this one
+# What a follower expects once it expects nothing more: no call matches it.
+NO_STEP = Step(None, True, [], False, False, None, Call("nothing", []))
 
 
 class Partly(enum.Enum):
-    """Whether a script has been recorded from the first call on."""
+    """Whether a script began with the calls of another one, where a run had departed from that."""
 
-    NO = enum.auto()
+    NO = enum.auto()  # it was recorded from the first call on
     YES = enum.auto()
-    AND_FOLLOWED = enum.auto()  # from start to end: the next run is to be recorded as a whole
+    # It was followed from start to end since, so the next run is recorded from its first call on.
+    AND_FOLLOWED = enum.auto()
 
 
 class Script:
@@ -71,8 +73,7 @@ class Script:
         *("calls", "has_leaves_asked", "key", "kinds", "made", "nodes", "partly", "places"),
         *("ran", "requiring", "results", "serial", "slots", "steps", "untold"),
     )
-    # Whether it has begun with another script; and has been followed from start to end since.
-    partly: Partly
+    partly: Partly  # whether it began with the calls of another script
     key: Any  # of runs that may follow it; see `forward`
     calls: list[Call]  # the log
     steps: Sequence[Step]  # the same for a follower; empty where the calls do not tell all
@@ -118,10 +119,11 @@ _ENOUGH = 8  # scripts of one region
 
 
 class Scripts:
-    """The scripts of one region, that which was followed last first; a copy in a pickle has none.
+    """The scripts of one region. The one that was followed last comes first.
 
-    A region that has none yet, such as one of a closure that is made anew at each call, takes those
-    of other regions of the same function: of one code, which closes over the same.
+    A region may have no script that fits, such as one of a closure that is made at each call. Then
+    it takes those of other regions of the same function: of one code, which closes over the same.
+    A copy in a pickle is empty.
     """
 
     def __init__(self) -> None:
@@ -131,7 +133,7 @@ class Scripts:
         return Scripts, ()
 
     def fitting(self, key: Any, f: Any) -> list[Script]:
-        """Scripts of earlier runs of ``f`` with such arguments, that which fits best first."""
+        """The scripts that a run of ``f`` with arguments of these kinds may follow, best first."""
         own = [script for script in self.own if script.key == key]
         if own or not _of_code or (identity := identity_of(f)) is None:
             return own
@@ -139,7 +141,7 @@ class Scripts:
         return [s for other, s in found if s.key == key and _are_equal(other, identity)]
 
     def first_fitting(self, key: Any, f: Any) -> Script | None:
-        """The first of these."""
+        """The first of what `fitting` returns; ``None`` if it returns none."""
         for script in self.own:
             if script.key == key:
                 return script
@@ -156,10 +158,9 @@ class Scripts:
                 _of_code.popitem(last=False)  # to which nothing was added for the longest time
 
     def followed(self, script: Script) -> None:
-        """A run has followed a script to its end."""
-        own = self.own
-        if self is not OF_NO_REGION and not (own and own[0] is script):
-            self.own = [script, *(s for s in own if s is not script)][:_ENOUGH]
+        """A run has followed a script to its end, which is not the first one here."""
+        if self is not OF_NO_REGION:
+            self.own = [script, *(s for s in self.own if s is not script)][:_ENOUGH]
 
 
 OF_NO_REGION = Scripts()  # for calls such as `functx.checkpoint(f, x)`, which make a region each
