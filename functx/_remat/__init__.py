@@ -56,6 +56,7 @@ from functx._remat.levels import is_tracked as is_tracked
 from functx._remat.listener import listening as listening
 from functx._remat.module import RematModule as RematModule
 from functx._remat.names import checkpoint_name as checkpoint_name
+from functx._remat.node import asking_for as asking_for
 from functx._remat.observers import no_regions as no_regions
 from functx._remat.observers import on_name as on_name
 from functx._remat.observers import on_region as on_region

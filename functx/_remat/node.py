@@ -7,13 +7,15 @@ differentiates it (`pullback.RegionPullback`), so that derivatives of any order 
 NOTE [leaves asked for]
 A pullback computes the gradients that the backward pass asks for, and no others. torch says whether
 the pass runs a node (`will_run`), but it raises an error for a leaf that is an input of
-`torch.autograd.grad`. Raising takes longer than everything else that the node does. So once it has
-happened in runs of a script, later nodes get a view of each leaf, for which torch does not raise.
+`torch.autograd.grad`. Raising takes longer than everything else that the node does. So functx's own
+backward passes say which leaves they ask for (`asking_for`). And once torch has raised at the base
+level in runs of a script, later nodes get a view of each leaf, for which torch does not raise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -138,8 +140,28 @@ def _versions(tensors: list[Tensor]) -> list[int]:
         return [0 if t.is_inference() else t._version for t in map(levels.base_of, tensors)]
 
 
+# For each backward pass of functx's that is under way, the ids of the leaves that it asks for.
+_asked_leaves: list[set[int]] = []
+
+
+@contextmanager
+def asking_for(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Say that the backward pass in this context asks for the gradients of these leaves."""
+    ids = {*map(id, leaves)}
+    _asked_leaves.append(ids)
+    try:
+        yield
+    finally:
+        _asked_leaves.remove(ids)
+
+
 def _is_asked(node: Any, script: Script) -> bool:
     """Whether this very pass asks for a gradient."""
+    if _asked_leaves and (leaf := getattr(node, "variable", None)) is not None:
+        key = id(leaf)
+        for ids in _asked_leaves:
+            if key in ids:
+                return True
     try:
         return node is not None and _torch.will_run(node)
     except RuntimeError:  # torch's, of a leaf that `torch.autograd.grad` is asked for

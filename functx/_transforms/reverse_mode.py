@@ -35,7 +35,14 @@ from functx._core import (
     validate,
     where,
 )
-from functx._remat import StackGuard, finish_interrupted, made_inside, sharding, taken_in
+from functx._remat import (
+    StackGuard,
+    asking_for,
+    finish_interrupted,
+    made_inside,
+    sharding,
+    taken_in,
+)
 from functx._torch import compiler, gradient_edge
 
 # Whether `functx._models.patch` is in place, so that errors must not advise it.
@@ -191,6 +198,7 @@ class Pullback:
                 _outside_inference_mode(),
                 compiler.without_compiled_autograd(),
                 _torch.RequiresGradAllowed(),  # puts the flag back, which the engine clears
+                asking_for(inputs),
             ):
                 if taped and inputs:
                     found = torch.autograd.grad(
