@@ -26,7 +26,7 @@ from functx._remat import departures, examples, levels, sharding
 from functx._remat.calls import CAPTURE, DATA, INSIDE, OUTSIDE, READ, SWITCHES, Call, is_simple
 from functx._remat.ledger import Ran, Record, leave_out
 from functx._remat.ledger import ledgers as all_ledgers
-from functx._remat.listener import Listener
+from functx._remat.listener import Listener, Listening
 from functx._remat.region import Inputs
 from functx._remat.writes import check_written
 from functx._torch.graphs import standin_of
@@ -48,10 +48,14 @@ class Captures(Listener):
         region: Any,
         inputs: Inputs,
         record: Record,
-        outer: Listener | None,
+        outer: Listening | None,
         first_node: int,
+        log: list[Call] | None = None,
     ) -> None:
-        expected = None if outer is None else outer.log_inside()
+        """``log`` is the one that it must make, where the region around has it no longer at hand."""
+        expected = log
+        if expected is None and outer is not None:
+            expected = outer.log_inside()
         ledgers = (record, *(() if outer is None else outer.ledgers))
         super().__init__(region, inputs.standins, ledgers, expected)
         self.outer, self.inputs, self.record = outer, inputs, record
@@ -65,6 +69,7 @@ class Captures(Listener):
         # Inputs that nobody differentiates:
         self.constants = [i for i, t in enumerate(self.standins) if not levels.is_tracked(t)]
         self.hides = ""  # what has run that no call tells: a later run can't follow this one
+        self.before: list[int] = []  # for each call, how many came before, in regions inside too
         self.modes = _modes_entered()
         self.first_node = first_node
 
@@ -86,7 +91,8 @@ class Captures(Listener):
                 self.made.add(number)
             else:
                 self.captured[id(t)] = number
-        self.record.go_on_from(follower.script.ran, follower.at)
+        self.record.go_on_from(follower.script.ran, follower.calls_before())
+        self.before = [*(follower.script.before or range(follower.at))][: follower.at]
 
     def let_go(self) -> None:
         """The region has run: who holds a stand-in now, is the program."""
@@ -110,9 +116,9 @@ class Captures(Listener):
         found: dict[int, Tensor] = {}
         inputs, reached = self.inputs, set[Any](self.inputs.reached or ())
         for node in tape_of(results, self.first_node):
-            if isinstance(node, BackwardCFunction):
+            if isinstance(node, BackwardCFunction) and not hasattr(node, "payload"):
                 self.hides = "a custom Function"  # what it is given
-                for ledger in () if hasattr(node, "payload") else self.ledgers:
+                for ledger in self.ledgers:
                     ledger.blind = True  # (no mode is told what a custom Function reads)
             leaf = getattr(node, "variable", None)
             if leaf is None:
@@ -155,15 +161,21 @@ class Captures(Listener):
 
     def log(self, call: Call) -> Call | None:
         record = self.record
-        if not self.hides:
+        if not self.hides and call.func not in (CAPTURE, DATA):
             if record.draws_now or record.writes_now:
                 self.hides = "a draw or a write beside the calls"
             elif _modes_entered() != self.modes:
                 self.hides = "a dispatch mode that it enters"
+        self.before.append(len(record.starts) - 1)
         return super().log(call)
 
+    def set_aside(self, nodes: int) -> None:
+        self.inputs.nodes += nodes
+
     def give(self, tensors: list[Tensor]) -> list[Tensor]:
-        self.record.draws_now = self.record.writes_now = False
+        call, record = self.last[0], self.record
+        call.draws, call.writes = record.draws_now, record.writes_now
+        record.draws_now = record.writes_now = False
         if self.last[1] is None:
             asleep, self.asleep = self.asleep, True
             tensors = [self._handed_through(t) for t in tensors]
@@ -260,7 +272,7 @@ class Captures(Listener):
                 return False
         if wanted is not t.requires_grad:
             t.requires_grad_(wanted)
-            listener: Listener | None = self
+            listener: Any = self
             while isinstance(listener, Captures):
                 listener.forget(t)
                 listener = listener.outer
@@ -364,7 +376,10 @@ class Captures(Listener):
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
         """A tensor made of data, here or in a region inside: kept, as an input (rule 3)."""
-        t = make() if self.outer is None else self.outer.keep(make)
+        return self.keep_made(make() if self.outer is None else self.outer.keep(make))
+
+    def keep_made(self, t: Tensor) -> Tensor:
+        """See `keep`: the tensor is made."""
         while _torch.level_of(t) > self.depth:
             t = _torch.inner_of(t)
         self.record.made.pop(_torch.storage_of(t), None)

@@ -12,6 +12,7 @@ where a generator would read better, attributes of the class for what is rarely 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from types import MappingProxyType
 from typing import Any
 from weakref import ref
@@ -26,8 +27,10 @@ from functx._core import NORMALISATIONS, contents, is_of, normalised, tree, unco
 from functx._remat import departures, leaving, levels, node, saving
 from functx._remat.calls import (
     ATOMS,
+    CAPTURE,
     DATA,
     HOOKS,
+    INSIDE,
     LOOKS,
     MAKERS,
     NAMED,
@@ -59,14 +62,29 @@ class Differs(Exception):
     """An operand is not what the script has."""
 
 
+class StartOver(BaseException):
+    """A pullback makes a call, which its script does not have, while the engine runs.
+
+    No ledger can begin to listen there: the engine puts the modes back that it has found.
+    """
+
+
 class Follower(TorchFunctionMode, Listening):
-    """Compares the calls of a run with those of a script."""
+    """Compares the calls of a run with those of a script.
+
+    For a region inside, it is also the ledger that is told of that one's calls: it counts them, as
+    those of its own script were counted.
+    """
 
     stop = NEVER  # the call at which a ledger begins to listen
     ledger: Any = None  # which has begun
-    asleep = False  # the region's code has returned
+    asleep = False  # the region's code has returned, or a region inside runs
     heir: Any = None  # the listener that goes on, where a call has departed
     at = 0  # how many calls have been made
+    ledgers_around: tuple[Any, ...] = ()  # those of the regions around
+    open = -1  # the call of that region, in the script; -1 if none runs
+    calls_inside = 0  # how many calls that has made since the last one of this region
+    saver: Any = None  # (as a ledger has one)
     given: Sequence[Any] = ()  # when stand-ins have been dropped, they, weakly
     # Inputs that a call has returned as other Python objects, ``x.to(x.dtype)`` at a level, say:
     # by their ids, weakly, and the number of the input.
@@ -77,6 +95,7 @@ class Follower(TorchFunctionMode, Listening):
     norms: int
     due: Step  # the call that is expected next; `NO_STEP` where none is
     depth: int  # how many levels there were when the region began
+    modes: int  # and how many dispatch modes
     script: Script
     steps: Sequence[Step]
     standins: list[Tensor]
@@ -93,8 +112,8 @@ class Follower(TorchFunctionMode, Listening):
         """The stand-in to put in the place of ``t``, where input ``number`` is due."""
         raise NotImplementedError
 
-    def keep(self, make: Any, due: Call) -> Tensor:
-        """A tensor made of data."""
+    def keep_as(self, make: Any, due: Call) -> Tensor:
+        """A tensor made of data, which a call is expected to make."""
         raise NotImplementedError
 
     def execute(self, due: Call, func: Any, args: Any, kwargs: Any) -> Any:
@@ -105,7 +124,7 @@ class Follower(TorchFunctionMode, Listening):
             return normalised(func, args, kwargs, self.norms)
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def hang(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def hang_on_result(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Hang a hook on a result."""
         return func(*args, **kwargs)
 
@@ -114,9 +133,20 @@ class Follower(TorchFunctionMode, Listening):
 
     # -- what both do
 
-    def listener(self) -> Listener:
-        """For a transform or a region inside, which no script has."""
-        return self.heir or self.hand_over()
+    def listener(self) -> Listening:
+        return self.heir or self
+
+    def sleep(self) -> None:
+        if self.heir is not None:
+            self.heir.sleep()
+        else:
+            self.asleep, self.due = True, NO_STEP
+
+    def wake(self) -> None:
+        if self.heir is not None:
+            self.heir.wake()
+        else:
+            self.asleep, self.due = False, self.steps[self.at]
 
     def hears(self) -> bool:
         """As `Listener.hears`."""
@@ -127,11 +157,124 @@ class Follower(TorchFunctionMode, Listening):
             or key_excluded(AUTOGRAD)
             or (peek_interpreter() is not None and not _torch.key_included(FUNCTORCH_FRONT))
             or (self.ledger is not None and self.ledger.busy)
+            # A dispatch mode from outside of the region handles an operation: it is taken off
+            # while it does.
+            or _torch.dispatch_depth() < self.modes
         )
+
+    # -- as the ledger of a region inside
+
+    @property
+    def ledgers(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return (self, *self.ledgers_around)
+
+    @property
+    def busy(self) -> bool:
+        """As `Ledger.busy`."""
+        return self.ledger is not None and bool(self.ledger.busy)
+
+    def next_call(self) -> None:
+        """A call of a region inside begins."""
+        self.calls_inside += 1
+        if self.heir is not None:
+            for ledger in self.heir.ledgers[:1]:  # (it counts for those around by itself)
+                ledger.next_call()
+        elif self.ledger is not None:
+            self.ledger.next_call()
+
+    def calls_before(self) -> int:
+        """How many calls have been made, those of regions inside among them."""
+        before = self.script.before
+        if before is None:
+            return self.at
+        if self.open >= 0:
+            return before[self.at - 1] + 1 + self.calls_inside
+        return before[self.at]
+
+    # -- what a transform or a region inside tells
+
+    def take(self, title: Any, tensors: list[Any]) -> list[Any]:
+        if self.heir is not None:
+            return self.heir.take(title, tensors)  # type: ignore[no-any-return]
+        step = self.steps[self.at]
+        due, given = step.call, list[Any]()
+        asleep, self.asleep, self.due = self.asleep, True, NO_STEP
+        try:
+            if step.func != title or step.grad is not torch.is_grad_enabled():
+                raise Differs
+            taken = [listed(t, given, self._place_in(due)) for t in tensors]
+            if given != due.given:
+                raise Differs
+        except Differs:
+            self.asleep = asleep
+            return self.hand_over().take(title, tensors)
+        self.asleep = asleep
+        self.advance()
+        self.calls_inside = 0
+        if title != CAPTURE:
+            self.open = self.at - 1
+        return taken
+
+    def resume(self, mark: int) -> None:
+        self.open = mark
+
+    def log_inside(self) -> list[Call] | None:
+        return self.steps[self.open].call.inner
+
+    def wanted_inside(self) -> dict[int, Tensor | None]:
+        return {}  # (no script has further results)
+
+    def note_inside(self, calls: list[Call]) -> None:
+        """(A replay has compared them already.)"""
+
+    def give(self, tensors: list[Tensor]) -> list[Tensor]:
+        results = self.steps[self.open].call.results
+        if len(results) == len(tensors):
+            new = []
+            for t, (number, shape, dtype) in zip(tensors, results):
+                if t.shape != shape or t.dtype is not dtype:
+                    break
+                if number < 0:
+                    standin = self.standins[-1 - number]
+                    memory = _torch.storage_of(levels.base_of(standin))
+                    if t is not standin and _torch.storage_of(levels.base_of(t)) != memory:
+                        break  # (a region inside hands an input back as an alias)
+                    t = standin
+                elif not self._may_be(t, number):
+                    break
+                new.append(t)
+            else:
+                for t, (number, _, _) in zip(new, results):
+                    if number > 0:
+                        self.know(t, number)
+                self.open = -1
+                return new
+        mark, heir = self.open, self.hand_over()
+        heir.resume(mark)
+        return heir.give(tensors)
+
+    def hang(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.heir is None and self.is_result(args[0]):
+            return self.hang_on_result(func, args, kwargs)
+        return (self.heir or self.hand_over()).hang(func, args, kwargs)
+
+    def keep(self, make: Any) -> Tensor:
+        """A tensor made of data in a region inside."""
+        if self.heir is not None:
+            return self.heir.keep(make)  # type: ignore[no-any-return]
+        due = self.steps[self.at].call
+        return self.keep_as(make, due) if due.func == DATA else self.hand_over().keep(make)
+
+    def give_further(self, results: list[tuple[int, Tensor]]) -> None:
+        if results:
+            raise AssertionError("functx: a region inside has results that its script does not have")
+
+    # -- calls
 
     def calls_made(self) -> list[Call]:
         """The log so far."""
-        return self.script.calls[: self.at]
+        calls = self.script.calls
+        return calls if self.at == len(calls) else calls[: self.at]
 
     @uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -144,7 +287,7 @@ class Follower(TorchFunctionMode, Listening):
             or key_excluded(AUTOGRAD)
             or peek_interpreter() is not None
         ):
-            if not self.hears() or func in LOOKS:
+            if self.asleep or func in LOOKS or not self.hears():
                 return func(*args, **kwargs) if kwargs else func(*args)
             if self.heir is not None:
                 return self.heir.__torch_function__(func, types, args, kwargs)
@@ -198,9 +341,11 @@ class Follower(TorchFunctionMode, Listening):
         if self.at >= self.stop:
             self.watch()
         at = self.at = self.at + 1
-        self.due = self.steps[at]
+        self.due = NO_STEP if self.asleep else self.steps[at]
         if self.ledger is not None:
             self.ledger.next_call()
+        for ledger in self.ledgers_around:
+            ledger.next_call()
 
     def know(self, t: Tensor, number: int) -> None:
         """``t`` is a result."""
@@ -229,6 +374,10 @@ class Follower(TorchFunctionMode, Listening):
         for i, due in enumerate(wanted):
             a = given[i]
             if type(due) is int:
+                if due == INSIDE:
+                    if not self.may_be_inside(a):
+                        raise Differs
+                    continue
                 if due > 0:
                     known = refs[due]
                     if known is None or known() is not a:
@@ -252,6 +401,12 @@ class Follower(TorchFunctionMode, Listening):
                 raise Differs
         return operands
 
+    def may_be_inside(self, a: Any) -> bool:
+        """Whether an operand may be what no call has made, but something that no mode sees."""
+        if not isinstance(a, Tensor) or any(a is standin for standin in self.standins):
+            return False
+        return not self.is_result(a)
+
     def other(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
         """A call that is not plain, or not as expected."""
         due = step.call
@@ -266,13 +421,11 @@ class Follower(TorchFunctionMode, Listening):
                 self.advance()
                 return x
             if func in HOOKS:
-                if not self.is_result(args[0]):
-                    return self.departed(func, args, kwargs)
                 return self.hang(func, args, kwargs)
             if not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
                 if due.func != DATA:
                     return self.departed(func, args, kwargs)
-                return self.keep(lambda: func(*args, **kwargs), due)
+                return self.keep_as(lambda: func(*args, **kwargs), due)
         if step.grad is not torch.is_grad_enabled() or not same_function(func, due.func):
             return self.departed(func, args, kwargs)
         given: list[Any] = []
@@ -344,6 +497,15 @@ class Follower(TorchFunctionMode, Listening):
         """A call is not as expected: it is handed on."""
         return self.hand_over().__torch_function__(func, (), args, kwargs)
 
+    def calls_so_far(self) -> list[Call]:
+        """The log for the heir, which writes down the results of the call of a region inside."""
+        calls = [*self.calls_made()]
+        if self.open >= 0:
+            made = calls[self.open]
+            call = calls[self.open] = Call(made.func, made.given)
+            call.grad, call.inner = made.grad, made.inner
+        return calls
+
     def differs(self, step: Step, out: Any, given: Any, operands: Any) -> Any:
         """A call has not returned what is expected."""
         due = step.call
@@ -362,10 +524,14 @@ class Follower(TorchFunctionMode, Listening):
         numbers, refs = step.given, self.refs
         if len(results) == len(numbers):
             for t, number in zip(results, numbers):
-                if number < 0 or (known := refs[number]) is None or known() is not t:
+                if number < 0 or number == INSIDE:
+                    break
+                if (known := refs[number]) is None or known() is not t:
                     break
             else:  # each is a result, and is as expected
                 self.at, self.due = self.at + 1, NO_STEP
+                for ledger in self.ledgers_around:
+                    ledger.next_call()
                 return results
         try:
             results = self.operands(results, numbers)
@@ -374,6 +540,8 @@ class Follower(TorchFunctionMode, Listening):
         self.at, self.due = self.at + 1, NO_STEP
         if self.ledger is not None:
             self.ledger.next_call()
+        for ledger in self.ledgers_around:
+            ledger.next_call()
         return [
             t.view_as(t) if number < 0 and levels.is_tracked(t) else t
             for t, number in zip(results, numbers)
@@ -390,6 +558,8 @@ class ForwardFollower(Follower):
     leaves_grad_mode = True  # in which the region's code has left
     hooks: Sequence[Any] = ()  # on what was made inside
     others: list[Script] | None = None  # which may be tried where a call departs
+    outer: Any = None  # the listener to the region around
+    nodes_aside = 0  # that regions inside have made
 
     def __init__(
         self,
@@ -400,6 +570,7 @@ class ForwardFollower(Follower):
         function: Any,
         entry: StackGuard,
         first_node: int,
+        outer: Listening | None,
     ) -> None:
         """``inputs`` is ``None`` at the base level: they are made where they are needed."""
         # (What `Follower` has, too: this runs at each call.)
@@ -408,7 +579,12 @@ class ForwardFollower(Follower):
         self.due = script.steps[0]
         self.refs, self.numbers = [None] * (script.serial + 1), {}
         self.function, self.inputs, self.first_node = function, inputs, first_node
-        self.depth, self.modes = entry.functorch, entry.dispatch
+        self.backward = _torch.current_backward()
+        self.depth, self.modes, self.entry = entry.functorch, entry.dispatch, entry
+        if outer is not None:
+            self.outer, self.ledgers_around = outer, outer.ledgers
+            self.is_replayed = outer.is_replayed
+            outer.inside = self
         self.foreign: dict[int, Tensor] = {}  # by the number of an input, what was captured
         self.leaves: Any = set()  # the ids of stand-ins that are leaves
         if inputs is not None:
@@ -451,8 +627,11 @@ class ForwardFollower(Follower):
             results = self.returns(out)
         script, region = self.script, self.region
         nodes = _torch.next_sequence_number() - self.first_node
+        nodes -= self.nodes_aside
         if self.inputs is not None:
             nodes -= self.inputs.nodes
+        if region.options.is_pullback:  # only the engine makes nodes there, and nobody counts them
+            nodes = script.nodes
         if results is None or nodes != script.nodes:
             if results is not None:  # autograd knows of something else
                 self.at -= 1
@@ -503,11 +682,11 @@ class ForwardFollower(Follower):
             # What these depend on, nothing tells.
             requiring = [i for i, value in enumerate(values) if value.requires_grad]
         elif inputs is None and False not in required and requiring:
-            return node.attach_simply(region, values, requiring, fresh)
+            return node.attach_simply(region, values, requiring, fresh, self.outer is None)
         if True not in required or not (requiring or leaves):
             return fresh
         args = region, 0, values, requiring, leaves, fresh, required, ()
-        return node.attach(*args, inputs=inputs, outermost=True)[:n]
+        return node.attach(*args, inputs=inputs, outermost=self.outer is None)[:n]
 
     def in_levels(self, results: list[Tensor]) -> list[Tensor]:
         """The results, inside of transforms, on a node a level."""
@@ -529,7 +708,7 @@ class ForwardFollower(Follower):
                 fresh = frames[k - 1].lift_all(fresh, slots[k], k)
             if True in required[k] and (requiring := self.script.requiring[k]):
                 args = self.region, k, inputs.values[k], requiring, (), fresh, required[k], ()
-                fresh = node.attach(*args, inputs=inputs, outermost=True)
+                fresh = node.attach(*args, inputs=inputs, outermost=self.outer is None)
         if self.leaves_something(fresh):
             leaving.check_nothing_left(self._recorder_at_the_end(), fresh)
         return fresh
@@ -549,9 +728,11 @@ class ForwardFollower(Follower):
             if self.foreign.get(k) is not t:
                 raise Differs
             return standins[k]
-        inputs = self.inputs
         if id(t) in self.leaves and any(t is standin for standin in standins):
             raise Differs  # an argument, where the script has a capture
+        if self.outer is not None:
+            return self._captured_around(t, k)
+        inputs = self.inputs
         if self.depth or t.grad_fn is not None or t._is_view():
             if any(t is standin for standin in standins) or not self._is_foreign(t):
                 raise Differs
@@ -571,6 +752,18 @@ class ForwardFollower(Follower):
                     self.leaves.add(id(standin))
                 standins.append(standin)
         self.foreign[k] = t
+        return standin
+
+    def _captured_around(self, t: Tensor, k: int) -> Tensor:
+        """The stand-in of a further input, which is first one of the region around."""
+        if any(t is standin for standin in self.standins) or not self._is_foreign(t):
+            raise Differs
+        inputs = self.all_inputs()
+        (value,) = self.outer.take(CAPTURE, [levels.alive(t)])
+        standin = inputs.admit(levels.alive(value))
+        self.foreign[k] = t
+        if len(self.kinds) <= k or inputs.kinds[k] != self.kinds[k]:
+            raise Differs  # (it stays an input: the region around has taken it in)
         return standin
 
     def _is_foreign(self, t: Tensor) -> bool:
@@ -598,16 +791,19 @@ class ForwardFollower(Follower):
             raise Differs
         return standin
 
-    def keep(self, make: Any, due: Call) -> Tensor:
-        t = make()
+    def may_be_inside(self, a: Any) -> bool:
+        return super().may_be_inside(a) and not (levels.is_tracked(a) and self._is_foreign(a))
+
+    def keep_as(self, make: Any, due: Call) -> Tensor:
+        t: Tensor = make() if self.outer is None else self.outer.keep(make)
         while _torch.level_of(t) > self.depth:
             t = _torch.inner_of(t)
         if due.kept != len(self.standins):
-            return self.hand_over().keep(lambda: t)
+            return self.hand_over().keep_made(t)
         try:
             standin = self._admitted(t, due.kept)
         except Differs:  # of another shape, say
-            return self.hand_over().keep(lambda: t)
+            return self.hand_over().keep_made(t)
         self.foreign[due.kept] = t
         self.advance()
         return standin
@@ -617,7 +813,9 @@ class ForwardFollower(Follower):
     def accepts(self, call: Call, due: Call) -> bool:
         if same_call(call, due, True):
             return True
-        if type(call.func) not in _METHODS or len(call.given) != len(due.given):
+        if self.is_replayed or type(call.func) not in _METHODS:
+            return False
+        if len(call.given) != len(due.given):
             return False
         if not all(map(_differ_in_number, call.given, due.given)):
             return False
@@ -626,17 +824,12 @@ class ForwardFollower(Follower):
         return True
 
     def execute(self, due: Call, func: Any, args: Any, kwargs: Any) -> Any:
-        draws = self.region.draws
-        if due.draws and draws is not None:
-            given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
-            for generator in given:
-                draws.note(generator)
-            if not given:
-                draws.note_unseen()
+        if due.draws:
+            self.note_draw([a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)])
         if not due.writes:
             return super().execute(due, func, args, kwargs)
         if self.record is None:
-            self.record = Record(draws)
+            self.record = Record(self.region.draws)
             self.writes = Writes(self.all_inputs(), self.script.made, self.region.title)
             self.record.writes = self.writes
         constants = [i for i, t in enumerate(self.standins) if not levels.is_tracked(t)]
@@ -654,7 +847,18 @@ class ForwardFollower(Follower):
             check_written(self.standins, constants, self.script.made, self.region.title)
         return out
 
-    def hang(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def note_draw(self, generators: list[torch.Generator]) -> None:
+        """A call is about to draw, here or in a region inside; from the default ones if empty."""
+        draws = self.region.draws
+        if draws is not None:
+            for generator in generators:
+                draws.note(generator)
+            if not generators:
+                draws.note_unseen()
+        if isinstance(self.outer, ForwardFollower):  # (a recorder sees it by itself)
+            self.outer.note_draw(generators)
+
+    def hang_on_result(self, func: Any, args: Any, kwargs: Any) -> Any:
         handle = _torch.hang_on(args[0], func, *args[1:], **kwargs)
         if isinstance(handle, RemovableHandle):
             self.hooks = (*self.hooks, handle)
@@ -662,9 +866,19 @@ class ForwardFollower(Follower):
 
     def calls_made(self) -> list[Call]:
         calls = super().calls_made()
-        for i, call in self.changed.items():
-            calls[i] = call
+        if self.changed:
+            calls = [self.changed.get(i, call) for i, call in enumerate(calls)]
         return calls
+
+    def set_aside(self, nodes: int) -> None:
+        self.nodes_aside += nodes
+
+    def note_inside(self, calls: list[Call]) -> None:
+        call = self.steps[self.open].call
+        if calls is not call.inner:  # it has followed its script, with other numbers
+            call = copy(call)
+            call.inner = calls
+            self.changed = {**self.changed, self.open: call}
 
     # -- departures
 
@@ -678,6 +892,8 @@ class ForwardFollower(Follower):
     def _another(self) -> bool:
         """Whether there is another script that begins with the calls made so far: go on by that."""
         at, n = self.at, len(self.standins)
+        if self.is_replayed:
+            return False
         if self.others is None:
             fitting = self.region.scripts.fitting(self.script.key, self.function)
             self.others = [script for script in fitting if script is not self.script]
@@ -697,14 +913,33 @@ class ForwardFollower(Follower):
                 f"{self.region.title} makes other calls than in its last run, in a dispatch mode "
                 "that it has entered. Enter the mode outside of the region."
             )
+        if self.region.options.is_pullback and _torch.current_backward() != self.backward:
+            raise StartOver
+        outer = self.outer
+        if outer is not None:
+            if isinstance(outer, ForwardFollower) and outer.heir is None:
+                outer.hand_over()  # first: its ledger lies below
+            self.outer = outer = outer.listener()
+            self.ledgers_around = outer.ledgers
         record = Record(self.region.draws)
-        heir = self.heir = Captures(self.region, self.all_inputs(), record, None, self.first_node)
+        log = self.script.calls if self.is_replayed else None
+        args = self.region, self.all_inputs(), record, outer, self.first_node, log
+        heir = self.heir = Captures(*args)
+        heir.inputs.nodes += self.nodes_aside
         self.due = NO_STEP
         heir.take_over(self)
+        if self.open >= 0:
+            heir.resume(self.open)
+        heir.asleep, self.asleep = self.asleep, False
         if self.writes is None:
             self.writes = Writes(self.all_inputs(), heir.made, self.region.title)
         record.writes = self.writes
         heir.begin()
+        inside = self.inside
+        while inside is not None:  # (their entries must not cut the ledger off)
+            inside.modes += 1
+            inside.entry.dispatch += 1
+            inside = inside.inside
         return heir
 
     # -- the end

@@ -8,6 +8,7 @@ differentiates anything, the results get one node a level (`node.attach`).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 from weakref import ref
@@ -19,14 +20,15 @@ from functx import _torch
 from functx._core import tree
 from functx._policies import warn_of_unlisted_names
 from functx._remat import leaving, levels, node, runs, saving, script
+from functx._remat.calls import CAPTURE, DATA
 from functx._remat.captures import Captures
-from functx._remat.follow import ForwardFollower
+from functx._remat.follow import ForwardFollower, StartOver
 from functx._remat.generators import Draws
 from functx._remat.guard import StackGuard
-from functx._remat.ledger import Record, ledgers
-from functx._remat.listener import Body, Listener, listening
+from functx._remat.ledger import Record
+from functx._remat.listener import Body, Listening, listening
 from functx._remat.observers import observers
-from functx._remat.region import Inputs, Options, Region
+from functx._remat.region import NEVER, Inputs, Options, Region
 from functx._remat.script import Partly, Script
 from functx._remat.writes import Writes
 from functx._torch import graphs
@@ -46,7 +48,7 @@ class Forward:
     def __init__(
         self,
         region: Region,
-        outer: Listener | None,
+        outer: Listening | None,
         function: Any,
         inputs: Inputs,
         key: Any,
@@ -61,7 +63,6 @@ class Forward:
 
         (They were a tree, which `tree.combine` puts together again.)
         """
-        around = None if self.outer is None else self.outer.last[0]  # this call, in the log around
         captures = self.listener = self.recorder()
         if not self.inputs.standins:  # else they are admitted
             for t in tensors:
@@ -79,8 +80,6 @@ class Forward:
             _torch.set_grad_enabled(mode)
         out, how = tree.partition(out)
         results, further = self.complete(out)
-        if around is not None:
-            around.inner = captures.calls
         if left is not mode:
             _torch.set_grad_enabled(left)
         return results, further, how
@@ -183,13 +182,24 @@ class Forward:
         told.ran, told.nodes, told.serial, told.slots = ran, nodes, captures.serial, inputs.slots
         told.partly = Partly.YES if captures.record.followed else Partly.NO
         told.requiring = [inputs.requiring(k) for k in range(len(region.frames) + 1)]
-        told.steps, told.has_leaves_asked = (), False
-        told.untold = script.untold_in(told.calls) or captures.hides
+        told.steps, told.has_leaves_asked, told.pullbacks = (), False, {}
+        told.untold = script.untold_in(told.calls, region.options.is_pullback) or captures.hides
+        told.before = None
+        if any(call.inner is not None for call in told.calls):
+            told.before = [*captures.before, len(captures.record.starts) - 1]
+        told.stop = ran.left_out - 1
+        if told.before is not None and ran.left_out != NEVER:
+            told.stop = bisect_right(told.before, told.stop) - 1
+            while told.calls[told.stop].func in (CAPTURE, DATA):  # a region inside may be running
+                told.stop -= 1
         return told
 
     def leave_script(self, told: Script) -> None:
-        """Let later runs follow the script, if its calls tell all."""
-        if not told.untold and self.key is not None:
+        """Let later runs follow the script, if its calls tell all.
+
+        A run in a replay of a region around makes the calls of a forward, which has left a script.
+        """
+        if not told.untold and self.key is not None and self.listener.expected is None:
             told.steps = [*map(script.step_of, told.calls)]
             self.region.scripts.add(told, self.function)
 
@@ -230,9 +240,11 @@ def run(
     if forward is None and observers.tracers:
         return observers.tracers[-1](body, again, tensors, options, title, function, scripts, cells)
     outer = listening() if _torch.function_depth() else None
+    around, mark, log_inside = None, -1, None
     if outer is not None:
         tensors = outer.take(options.name, tensors)
-        call, due = outer.last
+        around = outer = outer.listener()
+        mark, log_inside = outer.mark(), outer.log_inside()
     # (After they were taken in: objects may be others in a replay.)
     if len(tensors) > 1:
         tensors, places = _deduplicated(tensors)
@@ -253,14 +265,13 @@ def run(
         region.n_args, first_node = len(tensors), _torch.next_sequence_number()
         if entry.functorch:
             region.frames = levels.frames()
-        inputs = key = follower = None
+        inputs = key = follower = log = None
         further: Sequence[tuple[int, Tensor]] = ()
         if (
             options.follows
             and scripts is not None
-            and outer is None
             and forward is None
-            and not (in_modes and (_torch.tracing() or ledgers()))
+            and not (in_modes and (_torch.tracing() or saving.is_kept_around()))
         ):
             kinds: list[Any] = []
             if region.frames:
@@ -276,21 +287,33 @@ def run(
             key = key_of(region, kinds)
             own = scripts.own
             fitting = own[0] if own and own[0].key == key else scripts.first_fitting(key, function)
+            if log_inside is not None and fitting is not None and fitting.calls is not log_inside:
+                fitting = scripts.with_log(key, function, log_inside)
             if fitting is not None and fitting.partly is Partly.AND_FOLLOWED:
                 fitting.partly = Partly.NO
             elif fitting is not None:
-                args = region, inputs, tensors, fitting, function, entry, first_node
+                args = region, inputs, tensors, fitting, function, entry, first_node, outer
                 follower = ForwardFollower(*args)
+        if follower is None and isinstance(outer, ForwardFollower):
+            outer = outer.hand_over()  # before a ledger of this region begins
+            entry.outer, entry.dispatch, in_modes = outer, _torch.dispatch_depth(), True
         since = graphs.last_node() if in_modes else None
         if follower is not None:
             del tensors
             if options.preserve_rng_state:
                 python = options.preserve_rng_state == "all"
                 region.draws = Draws(follower.standins, python=python)
-            how, results = follower.run(body)
+            try:
+                how, results = follower.run(body)
+            except StartOver:
+                entry.cut_back()
+                inputs, follower = follower.all_inputs(), None
+                tensors = [*inputs.standins]
+        if follower is not None:
             if follower.heir is not None:  # it has departed
-                goes_on = Forward(region, None, function, follower.all_inputs(), key, first_node)
-                goes_on.listener = follower.heir
+                inputs, outer = follower.all_inputs(), follower.outer
+                goes_on = Forward(region, outer, function, inputs, key, first_node)
+                log = goes_on.listener = follower.heir
                 results, further = goes_on.complete(results)
             elif not (scripts.own and scripts.own[0] is follower.script):
                 scripts.followed(follower.script)
@@ -305,6 +328,7 @@ def run(
             one = (forward or Forward)(region, outer, function, inputs, key, first_node)
             given, tensors = tensors, []
             results, further, how = one.run(body, given)
+            log = one.listener
         if in_modes:
             graphs.close(since, options.name, "forward")
         if entry.norms is not None:  # here, lest an interrupt comes before its exit has begun
@@ -316,12 +340,17 @@ def run(
     finally:
         if entry.took:
             entry.end()
+        if around is not None:
+            around.inside = None
     if outer is not None:
-        outer.last = call, due
+        outer = outer.listener()
+        outer.resume(mark)
+        outer.set_aside(_torch.next_sequence_number() - first_node)
+        outer.note_inside(follower.calls_made() if log is None else log.calls)
         outer.give(results)
         outer.give_further([*further])
     if observers.of_runs:
-        said = runs.how_it_ran(region, function, outer, follower, key)
+        said = runs.how_it_ran(region, function, follower, key)
         for callback in observers.of_runs:
             callback(options.name, said)
     return results[0] if how is None else tree.combine(results, how)

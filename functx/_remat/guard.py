@@ -111,7 +111,7 @@ class StackGuard:
         self.settings: Settings = settings_now()
         if outer is not None:
             self.outer, self.took = outer, True
-            outer.asleep = True
+            outer.sleep()
 
     def __enter__(self) -> StackGuard:
         return self
@@ -139,7 +139,7 @@ class StackGuard:
         if self.uncached:
             torch.set_autocast_cache_enabled(True)
         if self.outer is not None:
-            self.outer.asleep = False
+            self.outer.wake()
 
     def stop_caching(self) -> None:
         """Do without autocast's cache: with it replays cast less, and casts outlive their tape."""

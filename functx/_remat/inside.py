@@ -17,7 +17,6 @@ from torch import Tensor
 from functx._core import tree as _tree
 from functx._core import uncompiled
 from functx._remat import sharding
-from functx._remat.calls import Call
 from functx._remat.listener import listening
 from functx._remat.traced import unseen
 from functx._torch import process_patches
@@ -34,7 +33,8 @@ def made_inside(tree: Any) -> Any:
     listener = listening()
     if listener is None:
         return tree
-    listener.log(Call("the results of a transform", []))
+    listener.take("the results of a transform", [])
+    listener = listener.listener()
     return _exchanged(tree, listener.give)
 
 

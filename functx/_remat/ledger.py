@@ -128,6 +128,11 @@ def ledgers() -> list[Ledger]:
     return [mode for mode in modes if isinstance(mode, Ledger)]
 
 
+def is_left_out() -> bool:
+    """Whether a replay that is under way has left out anything so far."""
+    return any(isinstance(mode, Rerun) and mode.hollow for mode in ledgers())
+
+
 def read_outside(tensors: Sequence[Tensor]) -> None:
     """Code that no mode sees is about to read these."""
     for ledger in ledgers():
@@ -365,13 +370,27 @@ class Rerun(Ledger):
 
     @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What is most often left out: an operation that makes one tensor, of a region that keeps
-        # nothing. (Whether its operands are those of the entry does not matter: a wrong match
-        # leaves out something that is read, and the replay begins again.)
+        # The usual case: the operation that is next in the record, of a region that keeps nothing.
+        # (Whether its operands are those of the entry does not matter: a wrong match leaves out
+        # something that is read, and the replay begins again.)
         i, live = self.i, self.live
-        if i < self.end and live is not None and not live[i] and not self.kept:
+        if i < self.end and live is not None and not self.kept and not self.in_graph:
             entry = self.entries[i]
-            if entry.overload is func and entry.kind is NEW and type(entry.layout) is tuple:
+            if entry.overload is not func:
+                pass
+            elif live[i]:
+                operator = operator_of(func)
+                if not operator.takes_number:
+                    self.i = i + 1
+                    if self.hollow and entry.kind is not VIEW and operator.reads:
+                        for t in tensors_in(args, kwargs):
+                            self._need(storage_of(t))
+                    self.busy = True
+                    try:
+                        return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
+                    finally:
+                        self.busy = False
+            elif entry.kind is NEW and type(entry.layout) is tuple:
                 self.i = i + 1
                 size, stride, dtype, device = entry.layout
                 out = torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -432,7 +451,7 @@ class Rerun(Ledger):
     def _may_have_made(self, maker: int, storage: int) -> bool:
         """Whether an entry made this memory, as far as it is known."""
         found = self.maker_of(storage) if storage in self.made else -1
-        return found == maker or not (found >= 0 or (self.in_line and maker >= self.first))
+        return found in (maker, -1)
 
     def leave_out(self, t: Tensor) -> None:
         """``t`` is not computed."""

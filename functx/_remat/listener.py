@@ -39,7 +39,7 @@ from functx._remat.calls import (
     same_call,
     sequence_like,
 )
-from functx._remat.ledger import read_outside
+from functx._remat.ledger import BeginAgain, is_left_out, read_outside
 from functx._remat.region import Region
 from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, peek_interpreter
 
@@ -56,17 +56,80 @@ def _as_it_is(t: Tensor, given: list[Any]) -> tuple[Any, Tensor]:
 
 
 class Listening:
-    """What is on the stack of function modes while the code of a region runs."""
+    """What is on the stack of function modes while the code of a region runs.
+
+    A transform or a region inside tells it what it is given and what it returns: `take` makes that
+    a call of this region, `give` numbers its results. In between this one sleeps, and `mark` and
+    `resume` say which call the results are of.
+    """
 
     asleep: bool  # the engine, or a region inside, runs: its calls are not this region's
+    at: int  # how many calls have been made
+    ledgers: tuple[Any, ...]  # those that are told of each call
+    inside: Any = None  # the follower of a script whose region runs inside, if one does
+    is_replayed = False  # it must make the very calls of an earlier run
 
-    def listener(self) -> Listener:
-        """What a transform or a region inside tells what it is given."""
+    def listener(self) -> Any:
+        """What listens now: another one, where this one has handed over."""
         raise NotImplementedError
 
     def hears(self) -> bool:
         """Whether it is the region's own code that runs, and not the engine or an operator."""
         raise NotImplementedError
+
+    def sleep(self) -> None:
+        """What runs now is not the region's own code."""
+        self.asleep = True
+
+    def wake(self) -> None:
+        """The region's own code runs again."""
+        self.asleep = False
+
+    def take(self, title: Any, tensors: list[Any]) -> list[Any]:
+        """What a transform or a region inside is given, as stand-ins: a call of that title.
+
+        A custom Function's ``apply`` is given other things than tensors, too, which are compared.
+        """
+        raise NotImplementedError
+
+    def mark(self) -> int:
+        """The call that was made last, by its place in the log."""
+        return self.at - 1
+
+    def resume(self, mark: int) -> None:
+        """What is given next was made by this call."""
+        raise NotImplementedError
+
+    def log_inside(self) -> list[Call] | None:
+        """The log that a region inside, which was taken in just now, must make."""
+        raise NotImplementedError
+
+    def wanted_inside(self) -> dict[int, Tensor | None]:
+        """Which results the region inside, taken in just now, is to hold, by its numbers."""
+        raise NotImplementedError
+
+    def note_inside(self, calls: list[Call]) -> None:
+        """The log that the region inside has made."""
+        raise NotImplementedError
+
+    def give(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What a transform or a region inside returns, inputs as stand-ins."""
+        raise NotImplementedError
+
+    def give_further(self, results: list[tuple[int, Tensor]]) -> None:
+        """What a region inside has found to leave it otherwise than by return, by its numbers."""
+        raise NotImplementedError
+
+    def keep(self, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor made of data, here or in a region inside: as in the forward (rule 3)."""
+        raise NotImplementedError
+
+    def hang(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Hang a hook on a tensor, or retain its gradient; not once more on an argument."""
+        raise NotImplementedError
+
+    def set_aside(self, nodes: int) -> None:
+        """A region inside has made so many nodes: how many depends on whether it was recorded."""
 
 
 class Listener(TorchFunctionMode, Listening):
@@ -83,7 +146,7 @@ class Listener(TorchFunctionMode, Listening):
         self.n_args, self.depth = region.n_args, _torch.functorch_depth()
         self.norms = region.settings.norms
         self.strict = region.options.determinism_check != "none"
-        self.outer: Listener | None = None  # of the region around
+        self.outer: Listening | None = None  # of the region around
         self.asleep = False  # the engine, or a region inside, runs: its calls are not this region's
         # By id, a weak reference to a tensor and its number. (An id alone says nothing: one that
         # lives in C++ gets a Python object, and with it an id, when it is first looked at.)
@@ -100,10 +163,14 @@ class Listener(TorchFunctionMode, Listening):
     def expect(self, log: list[Call] | None) -> None:
         """The log to compare with; ``None`` in a first run."""
         self.expected, self._coming = log, iter(log or ())
+        self.is_replayed = log is not None
         self.due = next(self._coming, None)  # what is expected next
 
     def listener(self) -> Listener:
         return self
+
+    def resume(self, mark: int) -> None:
+        self.last = self.calls[mark], None if self.expected is None else self.expected[mark]
 
     def take_over(self, follower: Any) -> None:
         """Go on where one that has followed a script has met something else."""
@@ -119,7 +186,7 @@ class Listener(TorchFunctionMode, Listening):
         for i, known in enumerate(follower.given):
             if known is not None and (t := known()) is not None:
                 self.know(t, -1 - i)
-        self.calls, self.at = follower.calls_made(), follower.at
+        self.calls, self.at = follower.calls_so_far(), follower.at
         numbers = [number for call in self.calls for number, _, _ in call.results]
         self.serial = max([0, *numbers])  # (a call may return an input, and no other may)
         self._coming = iter((self.expected or ())[self.at :])
@@ -363,6 +430,8 @@ class Listener(TorchFunctionMode, Listening):
 
     def departs(self, call: Call, due: Call | None) -> None:
         """A call is not the one that is expected."""
+        if is_left_out():  # a result of another shape, perhaps, in the place of one that is left out
+            raise BeginAgain
         raise departures.differently(self.region, self, call, due)
 
     def differs(self, call: Call, due: Call) -> None:
@@ -379,23 +448,17 @@ class Listener(TorchFunctionMode, Listening):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def hang(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Hang a hook on a tensor, or retain its gradient; not once more on an argument."""
         number = self.number_of(args[0])
         if number is not None and 0 <= -1 - number < self.n_args:
             return None if func is Tensor.retain_grad else RemovableHandle(OrderedDict())
         return func(*args, **kwargs)
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor made of data, here or in a region inside: as in the forward (rule 3)."""
         return self.standins[self.log(Call(DATA, [])).kept]  # type: ignore[union-attr, index]
 
     # -- what the engine, a transform or a region inside tells
 
     def take(self, title: Any, tensors: list[Any]) -> list[Any]:
-        """What a transform or a region inside is given, as stand-ins: a call of that title.
-
-        A custom Function's ``apply`` is given other things than tensors, too, which are compared.
-        """
         asleep, self.asleep = self.asleep, True  # taking duals apart is an operation of torch's
         given: list[Any] = []
         taken = [listed(t, given, self._place) for t in tensors]
@@ -404,7 +467,6 @@ class Listener(TorchFunctionMode, Listening):
         return taken
 
     def give(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What a transform or a region inside returns, inputs as stand-ins."""
         call, due = self.last
         given = []
         for t in tensors:
@@ -418,7 +480,6 @@ class Listener(TorchFunctionMode, Listening):
         return given
 
     def give_further(self, results: list[tuple[int, Tensor]]) -> None:
-        """What a region inside has found to leave it otherwise than by return, by its numbers."""
         call, due = self.last
         for inner, t in results:
             number = None if due is None else due.further.get(inner)
@@ -427,12 +488,13 @@ class Listener(TorchFunctionMode, Listening):
             self._seen(t, number)
 
     def log_inside(self) -> list[Call] | None:
-        """The log that a region inside, which has just been taken in, must make."""
         due = self.last[1]
         return None if due is None else due.inner
 
+    def note_inside(self, calls: list[Call]) -> None:
+        self.last[0].inner = calls
+
     def wanted_inside(self) -> dict[int, Tensor | None]:
-        """Which results the region inside that was just taken in is to hold, by its numbers."""
         due = self.last[1]
         further = {} if due is None else due.further
         return {inner: None for inner, number in further.items() if number in self.wanted}
@@ -447,7 +509,7 @@ class Listener(TorchFunctionMode, Listening):
         ]
 
 
-def listening(*, heard: bool = False) -> Listener | None:
+def listening(*, heard: bool = False) -> Listening | None:
     """The listener of the region whose code runs; ``None`` outside, and inside of a call.
 
     With ``heard``, ``None`` also where it is not the region's own code that runs.
@@ -457,6 +519,6 @@ def listening(*, heard: bool = False) -> Listener | None:
         if isinstance(mode, Listening):
             if mode.asleep or (heard and not mode.hears()):
                 return None
-            listener = mode.listener()
+            listener: Listening = mode.listener()
             return None if listener.asleep else listener
     return None

@@ -109,7 +109,7 @@ def pull_back(
     outer, traced = listening() if _torch.function_depth() else None, _torch.dispatch_depth() > 0
     since = graphs.last_node() if traced else None
     if outer is not None:
-        outer.asleep = True
+        outer.sleep()
     try:
         # The backward is a region again (but under ``is_grads_batched``, whose vmap can't detach):
         if observers.tracers or (
@@ -125,7 +125,7 @@ def pull_back(
             found, grads = pulled_back(payload, values, kept, leaves, results, given, asked)
     finally:
         if outer is not None:
-            outer.asleep = False
+            outer.wake()
     if traced:
         graphs.close(since, payload.region.options.name, "backward")
     if len(found) == len(requiring):
@@ -202,13 +202,17 @@ def _sharing(results: list[Tensor], inputs: Inputs | list[Tensor], n: int) -> li
 
 
 def attach_simply(
-    region: Region, values: list[Tensor], requiring: list[int], results: list[Tensor]
+    region: Region,
+    values: list[Tensor],
+    requiring: list[int],
+    results: list[Tensor],
+    outermost: bool,
 ) -> list[Tensor]:
     """What `attach` does at the base level if all results require grad and only values are kept.
 
     Nearly all nodes are such. It goes without the checks that the others need.
     """
-    if observers.of_nodes:
+    if outermost and observers.of_nodes:
         for callback in observers.of_nodes:
             callback([*values], region.options.name, 0)
     payload = Payload()

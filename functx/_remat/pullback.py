@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from functx._remat import forward
 from functx._remat.region import Options
 from functx._remat.replay import pulled_back
+from functx._remat.script import Scripts
 
 
 def pull_back_in_a_region(
@@ -16,10 +18,26 @@ def pull_back_in_a_region(
 ) -> tuple[list[int], list[Tensor]]:
     """What `replay.pulled_back` returns, as a region of ``flat``: values, kept ones, cotangents."""
     body = RegionPullback(payload, leaves, results, asked)
-    options = Options(name="a pullback", is_pullback=True)
-    title = f"the pullback of {payload.region.title}"
-    grads = forward.run(body, body, flat, options, title)
+    region, scripts = payload.region, None
+    if not (leaves or region.leaves or region.further or region.changed or region.draws):
+        what = payload.level, (*results,), (*asked,), (*payload.requiring,)
+        if (scripts := region.script.pullbacks.get(what)) is None:
+            scripts = region.script.pullbacks[what] = Scripts()
+    grads = forward.run(body, body, flat, _OPTIONS, Title(region.title), None, scripts)
     return body.found, grads
+
+
+_OPTIONS = Options(name="a pullback", is_pullback=True)
+
+
+@dataclass(frozen=True)
+class Title:
+    """What messages call a pullback."""
+
+    of: Any
+
+    def __str__(self) -> str:
+        return f"the pullback of {self.of}"
 
 
 class RegionPullback:

@@ -66,21 +66,23 @@ class Replayer(Listener):
 class ReplayFollower(Follower):
     """Compares a replay with the script that its forward has left or followed."""
 
+    is_replayed = True
+
     def __init__(self, region: Region, late: LateLedger, standins: list[Tensor]) -> None:
         script = region.script
         self.region, self.n_args, self.norms = region, region.n_args, region.settings.norms
         self.script, self.steps, self.standins = script, script.steps, standins
         self.refs, self.numbers = [None] * (script.serial + 1), {}
-        self.late, self.stop, self.depth = late, late.stop, _torch.functorch_depth()
+        self.late, self.stop, self.depth = late, script.stop, _torch.functorch_depth()
         if region.changed:
             self.steps = [*self.steps]
             for i, call in region.changed.items():
                 self.steps[i] = step_of(call)
-        self.due = self.steps[0]
+        self.due, self.modes = self.steps[0], late.here[0]
 
     def watch(self) -> None:
-        if self.late.may_begin():
-            self.ledger, self.stop = self.late.begin(self.at), NEVER
+        if self.inside is None and self.late.may_begin():
+            self.ledger, self.stop = self.late.begin(self.calls_before()), NEVER
 
     def standin_for(self, t: Tensor, number: int) -> Tensor:
         # (See NOTE [by place].)
@@ -90,7 +92,7 @@ class ReplayFollower(Follower):
             raise Differs
         return self.standins[-1 - number]
 
-    def keep(self, make: Any, due: Call) -> Tensor:
+    def keep_as(self, make: Any, due: Call) -> Tensor:
         self.advance()
         return self.standins[due.kept]  # type: ignore[index]
 
@@ -103,8 +105,11 @@ class ReplayFollower(Follower):
         heir.take_over(self)
         if self.ledger is not None:
             heir.ledgers = (self.ledger,)
-        elif self.region.draws is not None:
+        elif self.region.draws is not None and self.open < 0:
             heir.watch()
+        if self.open >= 0:
+            heir.resume(self.open)
+        heir.asleep, self.asleep = self.asleep, False
         return heir
 
 
@@ -370,9 +375,9 @@ def _body(
     follows = bool(script.steps) and not region.further
     replayer: Any = (ReplayFollower if follows else Replayer)(region, late, standins)
     # What another mode calls is no call of the region: only where this one is seen to be busy. And
-    # a replay inside of one that has put generators back is to know of it. (No script that is
-    # followed has one inside.)
-    if script.ran.left_out == 0 or late.here[0] or (region.draws is not None and not follows):
+    # a replay inside of one that has put generators back is to know of it.
+    has_one_inside = not follows or script.before is not None
+    if script.ran.left_out == 0 or late.here[0] or (region.draws is not None and has_one_inside):
         replayer.watch()
     _torch.push_function_mode(replayer)
     mode = torch.is_grad_enabled()
@@ -386,6 +391,8 @@ def _body(
     if follows and replayer.heir is None:
         results = replayer.returns(out)
     if results is None:
+        if follows and replayer.heir is None:
+            replayer.hand_over()
         replayer = replayer.listener()
         results = replayer.finish(out)
     del out

@@ -12,7 +12,7 @@ from functx._remat.script import OF_NO_REGION, identity_of
 FIRST = "recorded: the first run"
 
 
-def how_it_ran(region: Region, function: Any, outer: Any, follower: Any, key: Any) -> str:
+def how_it_ran(region: Region, function: Any, follower: Any, key: Any) -> str:
     """Whether a run has followed a script, where it has departed, or why it was recorded."""
     if follower is not None:
         if follower.heir is None:
@@ -20,8 +20,6 @@ def how_it_ran(region: Region, function: Any, outer: Any, follower: Any, key: An
         at = follower.steps[follower.at].func
         return f"departed: at {departures.name_of(at)}"
     reasons = {
-        "a pullback": region.options.is_pullback,
-        "in another region": outer is not None,
         "with a policy": region.options.policy is not None,
         "without a check": region.options.determinism_check == "none",
         "in a trace or another's ledger": key is None,
@@ -44,7 +42,7 @@ def _recorded(region: Region, function: Any, key: Any) -> str:
                 said = reason or "its scripts do not fit"
     for runs in before:
         runs.append((key, hinders))
-    if identity_of(function) is None:
+    if function is not None and identity_of(function) is None:
         before[-1][-1] = key, hinders or "a function that nothing tells from others"
     return f"recorded: {said}" if said else FIRST
 
@@ -55,6 +53,8 @@ def _runs_of(region: Region, function: Any) -> list[list[Any]]:
     Of each the kinds of its inputs, and what keeps a later run from following it.
     """
     known = observers.recorded
+    if function is None:  # a pullback; it has no scripts where nothing says what it does
+        return [known.setdefault(region.scripts or "a pullback", [])]
     names = [departures.code_of(function) or type(function)]
     if (identity := identity_of(function)) is not None:
         names = [identity]

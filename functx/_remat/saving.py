@@ -279,10 +279,19 @@ def asks_of_operations(policy: Policy | None) -> bool:
 
 def saver_for(policy: Policy | None, in_graph: bool) -> Saver | None:
     """What keeps values of a region that begins now; ``None`` if nothing can be kept."""
-    around = [kept for mode in ledger.ledgers() if (kept := mode.keeping()) is not None]
+    around = _kept_around()
     if policy is None and not around and not in_graph:
         return None
     return Saver(policy or Everything(False), around)
+
+
+def _kept_around() -> list[Any]:
+    return [kept for mode in ledger.ledgers() if (kept := mode.keeping()) is not None]
+
+
+def is_kept_around() -> bool:
+    """Whether a region around keeps values, and so asks about the operations of one inside."""
+    return bool(_kept_around())
 
 
 def named(x: Tensor, name: str) -> Tensor:

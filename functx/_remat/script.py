@@ -38,7 +38,7 @@ from functx._remat.cells import Wrapper
 from functx._remat.ledger import Ran
 from functx._torch import process_patches
 
-_FOLLOWED = {RETURN, DATA, NAMED}  # calls of no function that a follower knows
+_FOLLOWED = {RETURN, DATA, NAMED, CAPTURE}  # calls of no function that a follower knows
 
 
 class Step(NamedTuple):
@@ -70,12 +70,18 @@ class Script:
     """What one run has told."""
 
     __slots__ = (
-        *("calls", "has_leaves_asked", "key", "kinds", "made", "nodes", "partly", "places"),
-        *("ran", "requiring", "results", "serial", "slots", "steps", "untold"),
+        *("before", "calls", "has_leaves_asked", "key", "kinds", "made", "nodes", "partly"),
+        *("places", "pullbacks", "ran", "requiring", "results", "serial", "slots", "steps"),
+        *("stop", "untold"),
     )
     partly: Partly  # whether it began with the calls of another script
     key: Any  # of runs that may follow it; see `forward`
     calls: list[Call]  # the log
+    # For each call how many came before it, those of regions inside too; ``None`` without these.
+    before: Sequence[int] | None
+    stop: int  # the call before which the ledger of a replay begins to listen
+    # By which gradients of which results they pull back, the scripts of this region's pullbacks:
+    pullbacks: dict[Any, Scripts]
     steps: Sequence[Step]  # the same for a follower; empty where the calls do not tell all
     untold: str  # what they do not tell, for observers
     # Whether `torch.autograd.grad` was asked for a leaf that it was given; see `node`.
@@ -92,16 +98,24 @@ class Script:
     requiring: list[list[int]]
 
 
-def untold_in(calls: list[Call]) -> str:
-    """What a later run can't follow in such calls; nothing if it can."""
+def untold_in(calls: list[Call], is_pullback: bool) -> str:
+    """What a later run can't follow in such calls; nothing if it can.
+
+    In a pullback the engine makes tensors that no mode sees: in each run the same ones.
+    """
+    if is_pullback and len(calls) > 1:
+        return "a hook, or a backward of the user's"
     for call in calls:
-        if call.inner is not None or call.func == CAPTURE:
-            return "a region inside"
         if call.func == process_patches.APPLY:
             return "a custom Function"
-        if isinstance(call.func, str) and call.func not in _FOLLOWED:
+        if call.inner is not None:
+            if call.writes:
+                return "a write in a region inside"
+            if call.further:
+                return "a result that leaves a region inside otherwise than by return"
+        elif isinstance(call.func, str) and call.func not in _FOLLOWED:
             return "a transform inside"
-        if INSIDE in call.given or OUTSIDE in call.given:
+        if OUTSIDE in call.given or (INSIDE in call.given and not is_pullback):
             return "an operand that no call has made"
         if any(type(shape) is tuple for _, shape, _ in call.results):
             return "a nested tensor"
@@ -111,7 +125,8 @@ def untold_in(calls: list[Call]) -> str:
 def step_of(call: Call) -> Step:
     """A call, as a follower compares it."""
     result = call.results[0] if call.results else None
-    return Step(call.func, call.grad, call.given, call.is_flat, call.is_plain, result, call)
+    is_flat = call.is_flat and INSIDE not in call.given
+    return Step(call.func, call.grad, call.given, is_flat, call.is_plain, result, call)
 
 
 _MANY = 1000  # scripts that are found by what their function is
@@ -135,7 +150,7 @@ class Scripts:
     def fitting(self, key: Any, f: Any) -> list[Script]:
         """The scripts that a run of ``f`` with arguments of these kinds may follow, best first."""
         own = [script for script in self.own if script.key == key]
-        if own or not _of_code or (identity := identity_of(f)) is None:
+        if own or not _of_code or f is None or (identity := identity_of(f)) is None:
             return own
         found = _of_code.get(id(identity[0]), ())
         return [s for other, s in found if s.key == key and _are_equal(other, identity)]
@@ -147,11 +162,15 @@ class Scripts:
                 return script
         return next(iter(self.fitting(key, f)), None) if _of_code else None
 
+    def with_log(self, key: Any, f: Any, log: list[Call]) -> Script | None:
+        """The script that has this very log, which a run in a replay must make."""
+        return next((s for s in self.fitting(key, f) if s.calls is log), None)
+
     def add(self, script: Script, f: Any) -> None:
         """A run has left a script."""
         if self is not OF_NO_REGION:
             self.own = [script, *self.own][:_ENOUGH]
-        if (identity := identity_of(f)) is not None:
+        if f is not None and (identity := identity_of(f)) is not None:
             found = _of_code.pop(id(identity[0]), [])
             _of_code[id(identity[0])] = [(identity, script), *found][: 4 * _ENOUGH]
             while sum(map(len, _of_code.values())) > _MANY:

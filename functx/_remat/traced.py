@@ -91,14 +91,14 @@ def unseen() -> Iterator[None]:
     if listener is None:
         yield
         return
-    listener.asleep = True
+    listener.sleep()
     for ledger in listener.ledgers:
         if isinstance(ledger, Rerun):
             ledger.i = ledger.end  # what follows in this call is not that of the forward
     try:
         yield
     finally:
-        listener.asleep = False
+        listener.wake()
 
 
 class _Forward(forward.Forward):
