@@ -301,7 +301,7 @@ def replace_checkpoint(replacement: Callable[..., Any] | None) -> None:
 
 @functools.cache
 def own_checkpoint() -> Callable[..., Any]:
-    """torch's own implementation of `checkpoint`, also while it is replaced."""
+    """The implementation of `checkpoint` that belongs to torch, also while it is replaced."""
     return torch.compiler.disable(_checkpoint_body)
 
 

@@ -274,11 +274,11 @@ def test_functions_that_keep_a_tensor_are_refused_as_modules_are():
         kept.mul_(0.5).add_(x)
         return (w * (x - kept)).square().sum()
 
-    with torch.no_grad(), pytest.raises(ValueError, match="a tensor that it keeps"):
+    with torch.no_grad(), pytest.raises(ValueError, match="a stored tensor"):
         per_sample.grads(loss, chunk_size=1)(X[0], X)
     with pytest.raises(RuntimeError) as caught:
         per_sample.grads(loss)(X[0], X)
-    assert "is refused there too" in caught.value.__notes__[-1]
+    assert "is refused then too" in caught.value.__notes__[-1]
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])

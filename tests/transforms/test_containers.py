@@ -59,7 +59,7 @@ def test_per_sample_maps_the_tensors_in_one(chunk_size):
 )
 def test_what_is_no_container_is_not_shared_by_mistake(batch):
     f = per_sample.grads(lambda w, batch, y: (batch["x"] @ w - y).square().sum())
-    with pytest.raises(ValueError, match=r"is no pytree: pass a dict"):
+    with pytest.raises(ValueError, match=r"is not a pytree. Pass a dict"):
         f(W, batch, Y)
     shared = per_sample.grads(lambda w, batch, y: (w * y).sum(), in_dims=(None, None, 0))
     assert shared(W, batch, Y).shape == (5, 3, 2)

@@ -251,7 +251,7 @@ def test_files_are_written(folder, capsys):
         (["net_to_check:loss", "--args", "float32[3,3]", "float64[4,3]"], "RuntimeError"),
         (["net_to_check.py:missing", "--args", "float32[3]"], "ModuleNotFoundError: No module"),
         (["functx.compat.random:key"], "define `inputs` next to it"),
-        (["torch.nn:Linear", "--args", "float32[3]"], "can't be made without arguments"),
+        (["torch.nn:Linear", "--args", "float32[3]"], "can't be constructed without arguments"),
         (["net_to_check.py:missing", "--args", "float32[3]"], "net_to_check.py:22 in missing"),
         (["net_to_check:norm", "--args", "float32[4,3]"], "net = Net().eval()"),
         (["net_to_check:loss", "--transforms", "vmap(grad)"], "needs in_dims (--in-dims)"),
