@@ -10,7 +10,7 @@ import numpy as np
 
 from functx.compat._to_jax.rules.table import rule
 
-# By torch's code: not at all, by the root of the number of elements, by their number.
+# The power of the number of elements, by torch's code: no scaling, one over the root, one over it.
 _POWERS = (0, -0.5, -1)
 
 

@@ -1,7 +1,8 @@
-"""Losses, embeddings, attention, and the LSTM that recurrent layers are decomposed to.
+"""Losses, embeddings, attention, and the LSTM operation to which recurrent layers decompose.
 
-torch defines the derivative of an embedding apart from its value: the row of ``padding_idx`` has no
-gradient; with ``scale_grad_by_freq`` a row's is divided by how often it was read.
+torch defines the derivative of an embedding separately from its value: the row of ``padding_idx``
+has no gradient, and with ``scale_grad_by_freq`` the gradient of a row is divided by the number of
+times that the row was read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Pointwise arithmetic, comparison and logic, with torch's values and derivatives where those jump.
+"""Pointwise arithmetic, comparison and logic, with torch's values and derivatives at kinks.
 
-The derivative is zero at zero for ``abs``, one at the bounds of ``clamp`` before torch 2.14, shared
-equally at the ties of ``maximum``.  A NaN has sign 0; none of its derivative comes through
-``clamp``, all of it through both sides of ``maximum``.
+The derivative of ``abs`` at zero is zero. That of ``clamp`` at its bounds is one (before torch
+2.14). Ties of ``maximum`` share the derivative equally. A NaN has the sign 0, its derivative
+through ``clamp`` is zero, and ``maximum`` passes the full derivative to both sides.
 """
 
 from __future__ import annotations

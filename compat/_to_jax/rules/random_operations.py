@@ -1,11 +1,12 @@
 """Random operations, from JAX keys.
 
-A lowered function that draws takes a key (``to_jax(f, rng=True)``).  Each drawing operation folds
-its own number into it, so draws are independent, fresh for each key, and the same whenever
-``jax.checkpoint`` runs a region again.  Values follow torch's distributions, not its bit streams.
+A lowered function that draws takes a key (``to_jax(f, rng=True)``). Each random operation folds its
+own number into the key. So draws are independent, different for each key, and the same whenever
+``jax.checkpoint`` runs a region again. Values follow torch's distributions, but not its bit
+streams.
 
-Derivatives are torch's: zero in the parameters of ``normal``, ``poisson`` and ``binomial``, where
-JAX would differentiate what the draw is computed by.
+Derivatives are those of torch: zero with respect to the parameters of ``normal``, ``poisson`` and
+``binomial``, where JAX would differentiate the computation of the draw.
 """
 
 from __future__ import annotations

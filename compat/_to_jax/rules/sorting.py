@@ -1,4 +1,4 @@
-"""Choosing and ordering elements: values come with indices, derivatives go to the chosen ones."""
+"""Select and order elements. Results are values and indices; selected ones get derivatives."""
 
 from __future__ import annotations
 

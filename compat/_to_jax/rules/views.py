@@ -1,4 +1,4 @@
-"""Views, copies and new arrays: shapes, order and layout.  Strides do not exist in JAX."""
+"""Views, copies and new arrays: shapes, order and layout. JAX arrays have no strides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What slides over images: convolutions, and pools, of which maxima have torch's indices."""
+"""Sliding windows: convolutions, and pools, whose maxima have torch's indices."""
 
 from __future__ import annotations
 

@@ -255,8 +255,8 @@ def test_files_are_written(folder, capsys):
         (["net_to_check.py:missing", "--args", "float32[3]"], "net_to_check.py:22 in missing"),
         (["net_to_check:norm", "--args", "float32[4,3]"], "net = Net().eval()"),
         (["net_to_check:loss", "--transforms", "vmap(grad)"], "needs in_dims (--in-dims)"),
-        (["hf:lama"], "no model type and no class of models 'lama'; near are llama"),
-        (["hf:BertForMaskedLMs"], "near are BertForMaskedLM"),
+        (["hf:lama"], "no model type or class of models 'lama'; similar names are llama"),
+        (["hf:BertForMaskedLMs"], "similar names are BertForMaskedLM"),
         (["hf:BertTokenizer"], "no class of models 'BertTokenizer'"),
     ],
 )

@@ -321,7 +321,7 @@ def test_wrong_use_is_refused():
             from_jax(g)
     with pytest.raises(TypeError, match="must be Tensor") as caught:
         from_jax(lambda x: torch.sin(x))(torch.ones(2))
-    assert "takes JAX functions, and <lambda> calls torch" in caught.value.__notes__[0]
+    assert "takes JAX functions, but <lambda> calls torch" in caught.value.__notes__[0]
     for options in ({"static_argnames": "no_such_argument"}, {"static_argnums": "x"}):
         with pytest.raises((TypeError, ValueError)):
             from_jax(cube, **options)
