@@ -58,26 +58,25 @@ def find(api: str, args: Any, kwargs: Any) -> ModuleType | None:
     Raises:
         TypeError: there are both torch tensors and JAX arrays. Typed random keys do not count.
     """
-    arrays: dict[str, list[Any]] = {_TORCH: [], _JAX: []}
-    _collect((args, kwargs), arrays)
-    if arrays[_TORCH] and arrays[_JAX]:
-        if all(map(is_key, arrays[_JAX])):
+    found = [*_arrays_in((args, kwargs))]
+    kinds = {kind for kind, _ in found}
+    if len(kinds) > 1:
+        if all(is_key(x) for kind, x in found if kind == _JAX):
             return None
         raise TypeError(_mixed(api, args, kwargs))
-    if arrays[_JAX] or (not arrays[_TORCH] and is_tracing() and not _torch.tracing()):
+    if _JAX in kinds or (not kinds and is_tracing() and not _torch.tracing()):
         return sys.modules[__name__]
     return None
 
 
-def _collect(tree: Any, arrays: dict[str, list[Any]]) -> None:
-    """Add the arrays in a tree to the list of their kind; see NOTE [jaxlib's flatten]."""
+def _arrays_in(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays in a tree, each with its kind; see NOTE [jaxlib's flatten]."""
     for leaf in _tree.leaves(tree):
         cls: Any = type(leaf)
-        kind = _kind(cls)
-        if kind is not None:
-            arrays[kind].append(leaf)
+        if (kind := _kind(cls)) is not None:
+            yield kind, leaf
         elif (parts := _parts(leaf)) is not None:
-            _collect(parts, arrays)
+            yield from _arrays_in(parts)
 
 
 def _parts(leaf: Any) -> list[Any] | None:

@@ -205,10 +205,10 @@ def categorical(
         rest.insert(axis, logits.shape[axis])
         noise = gumbel(key, (*prefix, *rest), logits.dtype, mode)
         return torch.argmax(noise + logits, dim=axis - logits.ndim)
-    draws, known = math.prod(prefix), logits.shape[axis]
-    if draws > known:
+    draws, categories = math.prod(prefix), logits.shape[axis]
+    if draws > categories:
         raise ValueError(
-            f"random.categorical: {draws} draws without replacement from {known} categories"
+            f"random.categorical: {draws} draws without replacement from {categories} categories"
         )
     noisy = logits + gumbel(key, logits.shape, logits.dtype, mode)
     # Of equals the first goes first, as in JAX; torch.topk has no order of them.

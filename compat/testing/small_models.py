@@ -120,16 +120,16 @@ def _smaller(name: str, value: Any, count: int, scale: int) -> Any:
 
 def _classes(config: Any) -> list[Any]:
     """The classes of models that take a configuration, the most basic ones first."""
-    known: Any = MODEL_MAPPING.get(type(config), ())
-    known = [*known] if isinstance(known, (tuple, list)) else [known]
+    basic: Any = MODEL_MAPPING.get(type(config), ())
+    basic = [*basic] if isinstance(basic, (tuple, list)) else [basic]
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     others = [
         c
         for c in vars(importlib.import_module(name)).values()
         if isinstance(c, type) and issubclass(c, PreTrainedModel) and c.config_class is type(config)
     ]
-    others = [c for c in others if c.forward is not torch.nn.Module.forward and c not in known]
-    return [*known, *sorted(others, key=lambda c: "For" in c.__name__)]
+    others = [c for c in others if c.forward is not torch.nn.Module.forward and c not in basic]
+    return [*basic, *sorted(others, key=lambda c: "For" in c.__name__)]
 
 
 def _candidates(name: str, config: Any, names: Any) -> list[torch.Tensor]:

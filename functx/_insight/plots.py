@@ -37,13 +37,13 @@ def layers(
 ) -> Path:
     """Draw a profile: live bytes in layers by line of code, phases shaded, the peak marked."""
     areas = layers_of(history, len(live))
-    said = {"backward": "shaded: the backward pass", "replay": "darker: a region runs again"}
+    labels = {"backward": "shaded: the backward pass", "replay": "darker: a region runs again"}
     with _picture(path) as axes:
         axes.set(title="live bytes, by the line that made them", ymargin=0.1)
         for phase, run in itertools.groupby(enumerate(phases), key=lambda one: one[1]):
             at = [i for i, _ in run]
             if phase in SHADES:
-                how = {"color": SHADES[phase], "label": said.pop(phase, "_"), "linewidth": 0}
+                how = {"color": SHADES[phase], "label": labels.pop(phase, "_"), "linewidth": 0}
                 axes.axvspan(at[0] - 0.5, at[-1] + 0.5, zorder=0, **how)
         if areas and live:
             heights = [[n / MIB for n in area] for area in areas.values()]

@@ -89,16 +89,16 @@ def _block(
             examples = Examples(alive, _undifferentiated(before), None)
         return state, examples, goes_on
     alive, good, started = examples
-    given = _given(alive, state, good)
+    start = _state_for_body(alive, state, good)
     if started is None:
-        new = body(given)
+        new = body(start)
     else:
         with _ConstantUnlessStarted(started):
-            new = body(given)
+            new = body(start)
     state = _masked(alive, state, new)
     alive, goes_on = _who_goes_on(cond(state), alive)
     assert alive is not None  # because it was not None before
-    return state, Examples(alive, _undifferentiated(given), started), goes_on
+    return state, Examples(alive, _undifferentiated(start), started), goes_on
 
 
 def _who_goes_on(verdict: Any, alive: Tensor | None) -> tuple[Tensor | None, bool]:
@@ -135,7 +135,7 @@ def _undifferentiated(state: Any) -> list[Any]:
     return [x.detach() if isinstance(x, Tensor) else x for x in tree.flatten(state)[0]]
 
 
-def _given(alive: Tensor, state: Any, good: list[Any]) -> Any:
+def _state_for_body(alive: Tensor, state: Any, good: list[Any]) -> Any:
     """The state that the body gets: for examples that are done, their last good state."""
     leaves, spec = tree.flatten(state)
     for i, (x, last) in enumerate(zip(leaves, good)):

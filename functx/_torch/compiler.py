@@ -236,8 +236,8 @@ def same_numbers(policy: Any = None) -> tuple[Any, Any]:
     Args:
         policy: a policy of torch's selective checkpoint; ``None`` to save nothing.
     """
-    asked = policy or (lambda *_, **__: _checkpoint.CheckpointPolicy.PREFER_RECOMPUTE)
-    forward, again = _checkpoint.create_selective_checkpoint_contexts(asked)
+    policy_function = policy or (lambda *_, **__: _checkpoint.CheckpointPolicy.PREFER_RECOMPUTE)
+    forward, again = _checkpoint.create_selective_checkpoint_contexts(policy_function)
     # While AOTAutograd traces, only the policy counts: nothing is drawn.
     return forward, again if _torch.tracing() else _Redrawn(again)
 

@@ -29,8 +29,8 @@ _READS = (
 
 def reads_values(error: BaseException) -> bool:
     """Whether ``error`` means that Python code or a shape needed the value of a traced tensor."""
-    known = _torch.DataDependentOutputException, _torch.DynamicOutputShapeException
-    if isinstance(error, known) or type(error).__name__ == "GuardOnDataDependentSymNode":
+    kinds = _torch.DataDependentOutputException, _torch.DynamicOutputShapeException
+    if isinstance(error, kinds) or type(error).__name__ == "GuardOnDataDependentSymNode":
         return True
     return any(text in str(error) for text in _READS)
 

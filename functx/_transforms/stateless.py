@@ -73,10 +73,10 @@ def functional_call(
         >>> type(layer.weight).__name__
         'Parameter'
     """
-    given = _merged(parameter_and_buffer_dicts)
-    _check(module, given)
-    refuse_sharded(module, _NAME, [*given])
-    values = _with_tied_names(module, given, tie_weights, strict)
+    replacements = _merged(parameter_and_buffer_dicts)
+    _check(module, replacements)
+    refuse_sharded(module, _NAME, [*replacements])
+    values = _with_tied_names(module, replacements, tie_weights, strict)
     found = _slots(module, values)
     # By slot, so that each slot is set and restored once; see NOTE [slots].
     chosen = {slot.key: (slot, values[name]) for name, slot in found.items()}
@@ -92,7 +92,7 @@ def functional_call(
         return module(*args, **(kwargs or {}))
     finally:
         try:
-            _write_back(given, found)
+            _write_back(replacements, found)
             _put_back(before, recurrent)
         except BaseException:  # a second interrupt
             _put_back(before, recurrent)
@@ -123,7 +123,7 @@ def _merged(dicts: Any) -> dict[str, Tensor]:
     return merged
 
 
-def _check(module: Any, given: dict[str, Tensor]) -> None:
+def _check(module: Any, replacements: dict[str, Tensor]) -> None:
     """Raise an error for a module that can't have other parameters, and for wrong values."""
     if torch.jit.is_tracing() or isinstance(module, slots.ScriptModules):
         raise RuntimeError("The stateless API can't be used with Jitted modules")
@@ -131,7 +131,7 @@ def _check(module: Any, given: dict[str, Tensor]) -> None:
         raise RuntimeError("The stateless API can't be used with nn.DataParallel module")
     if not isinstance(module, nn.Module):
         raise TypeError(f"{_NAME}: expected an nn.Module, got {type(module).__name__}")
-    for name, value in given.items():
+    for name, value in replacements.items():
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(
                 f"{_NAME}: the value of {name!r} is a {type(value).__name__}, which is not an "
@@ -140,10 +140,10 @@ def _check(module: Any, given: dict[str, Tensor]) -> None:
 
 
 def _with_tied_names(
-    module: nn.Module, given: dict[str, Tensor], tie_weights: bool, strict: bool
+    module: nn.Module, replacements: dict[str, Tensor], tie_weights: bool, strict: bool
 ) -> dict[str, Tensor]:
-    """The values by name, including names that are tied to a name in ``given``."""
-    values = dict(given)
+    """The values by name, including names that are tied to a name in ``replacements``."""
+    values = dict(replacements)
     if not (tie_weights or strict):
         return values
     of_tensor: dict[int, list[str]] = defaultdict(list)
@@ -153,8 +153,8 @@ def _with_tied_names(
         for names in of_tensor.values():
             if len(names) == 1:
                 continue
-            chosen = [name for name in names if name in given]
-            if len({id(given[name]) for name in chosen}) > 1:
+            chosen = [name for name in names if name in replacements]
+            if len({id(replacements[name]) for name in chosen}) > 1:
                 raise ValueError(
                     f"functional_call got multiple values for keys {sorted(chosen)}, which are "
                     "tied. Pass one of them, or the same tensor for all of them. Consider using "
@@ -162,10 +162,10 @@ def _with_tied_names(
                     "values"
                 )
             if chosen:
-                values |= dict.fromkeys(names, given[chosen[0]])
+                values |= dict.fromkeys(names, replacements[chosen[0]])
     if strict:
-        known = {name for names in of_tensor.values() for name in names}
-        unexpected, missing = sorted(values.keys() - known), sorted(known - values.keys())
+        existing = {name for names in of_tensor.values() for name in names}
+        unexpected, missing = sorted(values.keys() - existing), sorted(existing - values.keys())
         wrong = {"Unexpected": unexpected, "Missing": missing}
         lines = [f"{what} key(s): {', '.join(map(repr, ks))}." for what, ks in wrong.items() if ks]
         if lines:
@@ -226,12 +226,12 @@ def _original(slot: Slot) -> Any:
     )
 
 
-def _write_back(given: dict[str, Tensor], found: dict[str, Slot]) -> None:
+def _write_back(replacements: dict[str, Tensor], found: dict[str, Slot]) -> None:
     """Write values that the module has assigned during the call to the caller's dict."""
-    for name, before in given.items():
+    for name, before in replacements.items():
         now = found[name].read()
         if now is not before and now is not MISSING:
-            given[name] = now
+            replacements[name] = now
 
 
 def _put_back(before: list[tuple[Slot, Any]], recurrent: list[tuple[Any, Any]]) -> None:

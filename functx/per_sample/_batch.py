@@ -61,7 +61,7 @@ class ChunkedCall:
 class Batch:
     """The arguments of a batch, or of a chunk of a batch, as a list of leaves."""
 
-    given: tuple[Any, ...]  # the caller's positional arguments; only their structure is used
+    args: tuple[Any, ...]  # the caller's positional arguments; only their structure is used
     leaves: list[Any]  # of all arguments; a TensorDict with examples in its batch size is one leaf
     specs: list[tuple[tree.TreeSpec, int]]  # for each argument, its structure and its leaves
     dims: list[int | None]  # for each leaf, the dimension of the examples; None if it is shared
@@ -195,17 +195,17 @@ class Counted:
     """Which examples of a call count. The others are padding and do not run."""
 
     size: int  # the number of all examples, including padding
-    kept: torch.Tensor | None = None  # the indices of the examples that count; None if all do
+    indices: torch.Tensor | None = None  # the indices of the examples that count; None if all do
     empty: bool = False  # whether no example counts; then one example of zeros has run
 
     def rows(self, leaf: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Expand entries of the examples that ran to entries of all examples, zeros for padding."""
         if self.empty:
             leaf = leaf.narrow(dim, 0, 0)
-        if self.kept is None:
+        if self.indices is None:
             return leaf
         whole = leaf.new_zeros(*leaf.shape[:dim], self.size, *leaf.shape[dim + 1 :])
-        return whole.index_copy(dim, self.kept.to(leaf.device), leaf)
+        return whole.index_copy(dim, self.indices.to(leaf.device), leaf)
 
 
 def batch_of(
@@ -337,7 +337,7 @@ def joined(batches: Sequence[Batch]) -> tuple[Any, ...]:
     return tuple(tree.unflatten(spec, itertools.islice(it, count)) for spec, count in specs)
 
 
-def kept_rows(is_padding: Any, size: int, api: str) -> torch.Tensor | None:
+def counted_rows(is_padding: Any, size: int, api: str) -> torch.Tensor | None:
     """The indices of the examples that count; ``None`` if all do."""
     if is_padding is None:
         return None

@@ -19,7 +19,7 @@ from functx.per_sample._batch import (
     Counted,
     InDims,
     batch_of,
-    kept_rows,
+    counted_rows,
     split_batches,
 )
 from functx.per_sample._chunks import Chunks, Reduction
@@ -110,7 +110,7 @@ class BatchedFunction:
 
     def differentiated(self, batch: Batch) -> Any:
         """The differentiated argument, or the tuple of them."""
-        args = batch.given
+        args = batch.args
         chosen = tuple(args[position] for position in batch.positions)
         return chosen[0] if isinstance(self.argnums, int) else chosen
 
@@ -126,15 +126,15 @@ class BatchedFunction:
                 "of batches"
             )
         reduction: Reduction | None = None
-        kept, total, seen = None, 0, 0
+        counted, total, seen = None, 0, 0
         special = self._module is not None and has_special_embeddings(self._module)
         call = ChunkedCall(self.api, self._module, special, batches is not None)
         for one in [args] if batches is None else batches:
             batch = replace(self.batch(one, kwargs), call=call)
-            kept = kept_rows(is_padding, batch.size, self.api)
+            counted = counted_rows(is_padding, batch.size, self.api)
             total += batch.size
-            if kept is not None:
-                batch = replace(batch.take(kept), call=call)
+            if counted is not None:
+                batch = replace(batch.take(counted), call=call)
             make_again = functools.partial(make, batch)
             reduction = reduction or make_again()
             self._check_whole(batch)
@@ -149,7 +149,7 @@ class BatchedFunction:
         if not seen:  # run one example of zeros to find the shapes of the result
             reduction.stack_rows(batch.zeros())
             reduction.add()
-        return reduction.result(Counted(total, kept, empty=not seen))
+        return reduction.result(Counted(total, counted, empty=not seen))
 
     def _check_whole(self, batch: Batch) -> None:
         """Raises ``ValueError`` if parameters are DTensors and would run under ``vmap``."""

@@ -22,6 +22,7 @@ after the second is the first one to make.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -135,13 +136,20 @@ def _is_whole(t: Tensor) -> bool:
     return t.numel() * t.element_size() == t.untyped_storage().nbytes()
 
 
+class _Stage(enum.Enum):
+    NEW = enum.auto()  # no example has run
+    FIRST = enum.auto()  # the first example runs, or has run
+    SECOND = enum.auto()  # the second example runs, on copies and with marks
+    OVER = enum.auto()  # further examples run without a check
+
+
 class CarriedState:
     """Checks the first two examples of one call; see NOTE [state]."""
 
     def __init__(self, api: str, module: nn.Module | None) -> None:
         self._api, self._module = api, module
+        self._stage = _Stage.NEW
         self._marks: Marks | None = None  # of the first example, until the check is over
-        self._is_over = False  # whether the next example runs without a check
         self._reads = False  # whether a gradient of the second example depends on the first one
 
     def run(
@@ -162,26 +170,26 @@ class CarriedState:
                 are allowed.
             is_only: whether the call has no further example.
         """
-        if self._is_over:
+        if self._stage in (_Stage.SECOND, _Stage.OVER):
             return example(*leaves)
         if is_only:
-            self._is_over = True
+            self._stage = _Stage.OVER
             with _Watch(Marks(), forbidden):
                 return example(*leaves)
         # The example runs on copies of its slices of the batch. So if marked memory is still alive
         # later, user code has stored it. The memory of the batch itself always stays alive.
         copies = [leaf if dim is None else leaf.clone() for leaf, dim in zip(leaves, dims)]
         if self._marks is None:
-            self._marks = Marks()
+            self._stage, self._marks = _Stage.FIRST, Marks()
             mapped = [leaf for leaf, dim in zip(copies, dims) if dim is not None]
             self._marks.add(tree.leaves(mapped))
             del mapped
             with _Watch(self._marks, forbidden):
                 return example(*copies)
-        self._is_over = True
         if not self._marks.are_alive():
-            self._marks = None
+            self._stage, self._marks = _Stage.OVER, None
             return example(*leaves)
+        self._stage = _Stage.SECOND
         shared = [leaf for leaf, dim in zip(leaves, dims) if dim is None]
         self._marks.drop(t for t in tree.leaves(shared) if isinstance(t, Tensor))
         with _Watch(self._marks, None):
@@ -189,12 +197,12 @@ class CarriedState:
         self.check(tree.leaves(result))
         if self._reads:
             raise ValueError(self._refusal(self._marks))
-        self._marks = None
+        self._stage, self._marks = _Stage.OVER, None
         return result
 
     def check(self, tensors: Iterable[Any]) -> None:
         """Note whether one of ``tensors``, results of the second example, is marked."""
-        if self._marks is not None and self._is_over:
+        if self._marks is not None and self._stage is _Stage.SECOND:
             self._reads |= any(map(self._marks.has, _tensors(tensors)))
 
     def _refusal(self, marks: Marks) -> str:

@@ -39,25 +39,25 @@ class Arrivals:
 
     groups: list[int] | None  # for each leaf, the number of its group; None if norms are not needed
     dtype: torch.dtype  # the dtype of squared norms
-    keeps: bool  # whether the gradients themselves are needed
+    keeps_gradients: bool  # whether the gradients themselves are needed
     factors: bool  # whether gradients may be represented by factors
     values: Any = field(init=False)  # the losses, of shape (c,)
     aux: list[Any] = field(init=False)  # leaves of shape (c, ...)
     structure: Any = field(init=False)  # the structure of the aux of one example
     squares: dict[int, torch.Tensor] = field(init=False, default_factory=dict)  # by group
-    kept: dict[int, Rows] = field(init=False, default_factory=dict)  # gradients by leaf
+    gradients: dict[int, Rows] = field(init=False, default_factory=dict)  # by leaf
     numbers: int = field(init=False, default=0)  # the elements of all gradients
     spared: int = field(init=False, default=0)  # the elements of gradients that are factors
 
-    def gradient(self, leaf: int, rows: Rows) -> None:
+    def add(self, leaf: int, rows: Rows) -> None:
         """Add the gradients with respect to one leaf, of shape ``(c, *leaf.shape)``."""
         if self.groups is not None:
             group, square = self.groups[leaf], squared_norms(rows, self.dtype)
             self.squares[group] = self.squares[group] + square if group in self.squares else square
         self.numbers += rows.shape.numel()
         self.spared += rows.shape.numel() * isinstance(rows, Factored)
-        if self.keeps:
-            self.kept[leaf] = rows
+        if self.keeps_gradients:
+            self.gradients[leaf] = rows
 
 
 def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals) -> Arrivals:
@@ -69,7 +69,7 @@ def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals)
     if function.compiled is not None and (found := function.compiled.run(batch)) is not None:
         arrivals.values, arrivals.aux, arrivals.structure, rows = found
         for leaf in range(len(rows)):
-            arrivals.gradient(leaf, rows[leaf])
+            arrivals.add(leaf, rows[leaf])
             rows[leaf] = None
         return arrivals
     if arrivals.factors and not _torch.transforming() and hints.get(key, True):
@@ -111,7 +111,7 @@ def _pull_back(
             with mode.paused() if mode else nullcontext():
                 whole = gradient if level is None else _rows(gradient, level, batch.size)
                 rows = rows_of(_dense(whole).unsqueeze(0) if alone else whole)
-                arrivals.gradient(leaf, rows)
+                arrivals.add(leaf, rows)
 
         value, aux, pullback = _recorded(function, args, kwargs, batch.positions, plain)
         with mode.pulling_back() if mode else nullcontext():
@@ -228,7 +228,7 @@ class CompiledGradients:
     def _graph_for(self, batch: Batch) -> Callable[..., Any]:
         """Compile a function that returns the gradients and losses of chunks like ``batch``."""
         # `gradients` closes over a batch without tensors, since jit guards captured values.
-        form = replace(batch, given=(), leaves=[], kwargs={})
+        form = replace(batch, args=(), leaves=[], kwargs={})
         randomness = self._function.chunks.randomness
         has_aux = self._function.has_aux
         grad_and_value = derivatives.grad_and_value(self._function.func, batch.positions, has_aux)

@@ -246,19 +246,19 @@ class Chunks:
             return self._profile(batch, chunk, 1, make).peak
 
         def of_more(chunk: int) -> int:
-            return self._profile(batch, chunk, 2, make).peak - 2 * chunk * kept
+            return self._profile(batch, chunk, 2, make).peak - 2 * chunk * result_bytes
 
         if key not in self._lines:
             two, four = (self._profile(batch, chunk, 2, make) for chunk in (2, 4))
-            kept = max(0, four.returned - two.returned) // 4
-            more = _Line(two.peak - 4 * kept, four.peak - 8 * kept)
-            self._lines[key] = _Line(of_one(2), of_one(4)), more, kept
-        one, more, kept = self._lines[key]
+            result_bytes = max(0, four.returned - two.returned) // 4
+            more = _Line(two.peak - 4 * result_bytes, four.peak - 8 * result_bytes)
+            self._lines[key] = _Line(of_one(2), of_one(4)), more, result_bytes
+        one, more, result_bytes = self._lines[key]
         budget = int(self.budget * (one.at(batch.size) if isinstance(self.budget, float) else 1))
         # Try one chunk first. It is measured only if the model says that it fits.
         if one.largest(batch.size, batch.size, budget, of_one) == batch.size:
             return batch.size
-        rest = batch.size * kept
+        rest = batch.size * result_bytes
         chunk = more.largest(1, batch.size, budget - rest, of_more)
         # Avoid a last chunk of one example: it runs without vmap and may need more memory.
         while chunk > 2 and batch.size % chunk == 1:

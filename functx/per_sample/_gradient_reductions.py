@@ -66,10 +66,10 @@ class StackedResults(Reduction):
 
     def run(self, batch: Batch) -> dict[str, Any]:
         """Compute one chunk."""
-        rows, kept, _ = self.pull_back(batch, keeps=self._gradients)
+        rows, gradients, _ = self.pull_back(batch, keeps_gradients=self._gradients)
         if self._gradients:
             rows["gradients"] = [
-                kept[leaf] if leaf in kept else like.new_zeros(batch.size, *like.shape)
+                gradients[leaf] if leaf in gradients else like.new_zeros(batch.size, *like.shape)
                 for leaf, like in enumerate(self.like)
             ]
         return rows
@@ -91,18 +91,18 @@ class StackedResults(Reduction):
         return found
 
     def pull_back(
-        self, batch: Batch, keeps: bool
+        self, batch: Batch, keeps_gradients: bool
     ) -> tuple[dict[str, Any], dict[int, Rows], list[torch.Tensor]]:
         """For one chunk: requested fields of `Extras`, gradients by leaf, and norms by group."""
         groups = None if self._gradients and "norms" not in self._names else self.groups.of_leaf
-        arrivals = Arrivals(groups, self._norm_dtype, keeps, factors=not self._gradients)
+        arrivals = Arrivals(groups, self._norm_dtype, keeps_gradients, factors=not self._gradients)
         found = chunk_gradients(self.function, batch, arrivals)
         self.structure = found.structure
         zeros = self.like[0].new_zeros(batch.size, dtype=self._norm_dtype)
         numbers = range(len(self.groups.thresholds))
         norms = [found.squares.get(group, zeros).sqrt() for group in numbers]
         rows = {"values": found.values, "norms": norms, "aux": found.aux}
-        return {name: rows[name] for name in self._names}, found.kept, norms
+        return {name: rows[name] for name in self._names}, found.gradients, norms
 
 
 class ClippedSum(StackedResults):
@@ -128,12 +128,12 @@ class ClippedSum(StackedResults):
     def run(self, batch: Batch) -> dict[str, Any]:
         """Compute one chunk."""
         self._parts = []
-        rows, kept, norms = self.pull_back(batch, keeps=True)
+        rows, gradients, norms = self.pull_back(batch, keeps_gradients=True)
         weights = [
             factors(self._scaling, norm, threshold, self.function.api)
             for norm, threshold in zip(norms, self.groups.thresholds)
         ]
-        for leaf, found in kept.items():
+        for leaf, found in gradients.items():
             parts = found.terms if isinstance(found, Factored) else [found]
             self._parts += [(leaf, part, weights[self.groups.of_leaf[leaf]]) for part in parts]
         return rows

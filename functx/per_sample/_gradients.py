@@ -231,7 +231,7 @@ def _over_batch(
         function.compiled = CompiledGradients(function, compile)
 
     def make_for(batch: Batch) -> StackedResults:
-        validate.check_inputs(batch.given, batch.positions, function.api)
+        validate.check_inputs(batch.args, batch.positions, function.api)
         differentiated = function.differentiated(batch)
         found = groups_of(differentiated, groups, max_norm, function.api)
         return make(function, batch, found, names)

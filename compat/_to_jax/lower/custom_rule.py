@@ -77,19 +77,24 @@ class _Rules:
             middle = self._run(rng, self._jvp.forward, xs)[self.n :]
             for_jvp = _residuals(self._jvp, xs, out, middle)
         for_back = [] if self._back is None else _residuals(self._back, xs, out, out[self.n :])
-        kept = (rng, for_jvp, for_back)
+        rule_inputs = (rng, for_jvp, for_back)
         push = partial(self._push, _zeros_like(inputs), _zeros_like(results))
         if self._back is None and self._jvp is not None:
-            return push(kept, moved)
-        return linear(push, partial(self._pull, _zeros_like(inputs)), kept, moved, results)
+            return push(rule_inputs, moved)
+        return linear(push, partial(self._pull, _zeros_like(inputs)), rule_inputs, moved, results)
 
-    def _push(self, inputs: Zeros, results: Zeros, kept: Any, tangents: Sequence[Any]) -> list[Any]:
-        rng, residuals, _ = kept
+    def _push(
+        self, inputs: Zeros, results: Zeros, rule_inputs: Any, tangents: Sequence[Any]
+    ) -> list[Any]:
+        rng, residuals, _ = rule_inputs
         if self._jvp is not None:
             found = self._run(rng, self._jvp.graph, [*residuals, *tangents])
             return [z if t is None else t for t, z in zip(found, results())]
+
         # Without a jvp, transpose the backward.
-        pull = lambda *cotangents: self._pull(inputs, kept, cotangents, stops=False)  # noqa: E731
+        def pull(*cotangents: Any) -> list[Any]:
+            return self._pull(inputs, rule_inputs, cotangents, stops=False)
+
         transposed = transpose(pull, results(), list(tangents))
         if transposed is None:
             raise LoweringError(
@@ -100,9 +105,9 @@ class _Rules:
         return transposed
 
     def _pull(
-        self, inputs: Zeros, kept: Any, cotangents: Sequence[Any], stops: bool = True
+        self, inputs: Zeros, rule_inputs: Any, cotangents: Sequence[Any], stops: bool = True
     ) -> list[Any]:
-        rng, _, residuals = kept
+        rng, _, residuals = rule_inputs
         function = self._function
         if self._back is None:
             raise LoweringError(

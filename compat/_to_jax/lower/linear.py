@@ -4,11 +4,12 @@
 tangents of the arguments ``of`` and returns those of the results ``to``. (``jax.custom_jvp`` does
 not serve: reverse mode through ``lax.scan`` inlines it, and the next derivative ignores the rule.)
 
-``linear(push, pull, kept, xs, like)`` computes ``push(kept, xs)``. Its transpose is ``pull(kept,
-cotangents)``. Neither is derived from the other. (``jax.custom_derivatives.linear_call`` does the
-same, but can't be batched, and can't be differentiated with respect to ``kept``.)
+``linear(push, pull, residuals, xs, like)`` computes ``push(residuals, xs)``. Its transpose is
+``pull(residuals, cotangents)``. Neither is derived from the other.
+(``jax.custom_derivatives.linear_call`` does the same, but can't be batched, and can't be
+differentiated with respect to the residuals.)
 
-Invariant: ``push`` and ``pull`` close over no tracers. All values that they read are in ``kept``.
+Invariant: ``push`` and ``pull`` close over no tracers. They read all values from ``residuals``.
 """
 
 from __future__ import annotations
@@ -69,9 +70,11 @@ def _transpose_of_ruled(cotangents: Any, *xs: Any, f: Any, **_: Any) -> list[Any
     return [dict(zip(at, found)).get(i) for i in range(len(xs))]
 
 
-def linear(push: Map, pull: Map, kept: Any, xs: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    """``push(kept, xs)``, whose results are like ``like`` and whose transpose is ``pull``."""
-    flat, tree = jax.tree_util.tree_flatten(kept)
+def linear(
+    push: Map, pull: Map, residuals: Any, xs: Sequence[Any], like: Sequence[Any]
+) -> list[Any]:
+    """``push(residuals, xs)``, whose results are like ``like`` and whose transpose is ``pull``."""
+    flat, tree = jax.tree_util.tree_flatten(residuals)
 
     def of_flat(f: Map) -> Callable[..., list[Any]]:
         return lambda *vs: f(jax.tree_util.tree_unflatten(tree, vs[: len(flat)]), vs[len(flat) :])
@@ -79,8 +82,12 @@ def linear(push: Map, pull: Map, kept: Any, xs: Sequence[Any], like: Sequence[An
     return _bind(of_flat(push), of_flat(pull), flat, xs, tuple(jax.typeof(x) for x in like))
 
 
-def _bind(push: Any, pull: Any, kept: Sequence[Any], xs: Sequence[Any], results: Any) -> list[Any]:
-    return linear_p.bind(*kept, *xs, push=push, pull=pull, n_kept=len(kept), results=results)
+def _bind(
+    push: Any, pull: Any, residuals: Sequence[Any], xs: Sequence[Any], results: Any
+) -> list[Any]:
+    return linear_p.bind(
+        *residuals, *xs, push=push, pull=pull, n_residuals=len(residuals), results=results
+    )
 
 
 @linear_p.def_impl
@@ -93,40 +100,44 @@ def _abstract(*_: Any, results: Any, **__: Any) -> Any:
     return list(results)
 
 
-def _jvp(primals: Any, tangents: Any, *, push: Any, pull: Any, n_kept: int, results: Any) -> Any:
-    kept, xs = primals[:n_kept], primals[n_kept:]
-    out = _bind(push, pull, kept, xs, results)
+def _jvp(
+    primals: Any, tangents: Any, *, push: Any, pull: Any, n_residuals: int, results: Any
+) -> Any:
+    residuals, xs = primals[:n_residuals], primals[n_residuals:]
+    out = _bind(push, pull, residuals, xs, results)
     moved = [ad.instantiate_zeros(t) for t in tangents]
-    through_xs = _bind(push, pull, kept, moved[n_kept:], results)
-    if all(type(t) is ad.Zero for t in tangents[:n_kept]):
+    through_xs = _bind(push, pull, residuals, moved[n_residuals:], results)
+    if all(type(t) is ad.Zero for t in tangents[:n_residuals]):
         return out, through_xs
-    _, through_kept = jax.jvp(lambda *k: push(*k, *xs), tuple(kept), tuple(moved[:n_kept]))
-    return out, [a + b for a, b in zip(through_xs, through_kept)]
+    _, through_residuals = jax.jvp(
+        lambda *k: push(*k, *xs), tuple(residuals), tuple(moved[:n_residuals])
+    )
+    return out, [a + b for a, b in zip(through_xs, through_residuals)]
 
 
 def _transpose(
-    cotangents: Any, *values: Any, push: Any, pull: Any, n_kept: int, results: Any
+    cotangents: Any, *values: Any, push: Any, pull: Any, n_residuals: int, results: Any
 ) -> list[Any]:
     # As with ``jax.custom_vjp``, second derivatives are those of the operations in ``pull``.
     full = [ad.instantiate_zeros(c) for c in cotangents]
-    return [None] * n_kept + list(pull(*values[:n_kept], *full))
+    return [None] * n_residuals + list(pull(*values[:n_residuals], *full))
 
 
 def _batch(
-    values: Any, dims: Any, *, push: Any, pull: Any, n_kept: int, results: Any
+    values: Any, dims: Any, *, push: Any, pull: Any, n_residuals: int, results: Any
 ) -> tuple[Any, Any]:
     (size,) = {v.shape[d] for v, d in zip(values, dims) if d is not None}
-    kept_dims = dims[:n_kept]
+    residual_dims = dims[:n_residuals]
     xs = [
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-        for x, d in zip(values[n_kept:], dims[n_kept:])
+        for x, d in zip(values[n_residuals:], dims[n_residuals:])
     ]
 
     def batched(f: Any) -> Any:
-        return lambda *vs: jax.vmap(f, (*kept_dims, *(0 for _ in vs[n_kept:])))(*vs)
+        return lambda *vs: jax.vmap(f, (*residual_dims, *(0 for _ in vs[n_residuals:])))(*vs)
 
     shapes = tuple(r.update(shape=(size, *r.shape)) for r in results)
-    out = _bind(batched(push), batched(pull), values[:n_kept], xs, shapes)
+    out = _bind(batched(push), batched(pull), values[:n_residuals], xs, shapes)
     return out, [0] * len(out)
 
 

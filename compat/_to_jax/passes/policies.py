@@ -40,10 +40,10 @@ def with_examples(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
     mode = engine.proxy_mode() if batch > 1 else None
     if mode is None:
         return func(*args, **kwargs)
-    made = nodes_from_now(mode.tracer.graph)
+    new_nodes = nodes_from_now(mode.tracer.graph)
     out = func(*args, **kwargs)
-    if made():
-        _mark(made(), _one_example(func, args, kwargs), batch)
+    if new_nodes():
+        _mark(new_nodes(), _one_example(func, args, kwargs), batch)
     return out
 
 

@@ -121,12 +121,12 @@ class Interceptor:
                 return forward(*args)
         with unseen():
             shapes = [_like(t) for t in tensors]
-        made = nodes_from_now(mode.tracer.graph)
+        new_nodes = nodes_from_now(mode.tracer.graph)
         start = self.draws.states()
         with _set(forward=True):
             out = forward(*args)
         results = _tensors(out)
-        raw = made()
+        raw = new_nodes()
         # The rules are traced with default settings, not with those that surround the call.
         rewound = self.draws.rewound(start)
         with unseen(), rewound, torch.enable_grad(), _set(plain=True), unhooked():
@@ -340,19 +340,19 @@ def cut(
     operands = [*inputs[:n_operands], *(late.get(id(t)) for t in captures)]
     extra = inputs[n_operands : n_operands + n_extra]
     results = outputs[:n_results]
-    known: dict[Node, tuple[str, int]] = {p: ("operand", i) for i, p in enumerate(operands) if p}
+    origins: dict[Node, tuple[str, int]] = {p: ("operand", i) for i, p in enumerate(operands) if p}
     for i, r in enumerate(results):
-        known.setdefault(_source(r), ("result", i))
+        origins.setdefault(_source(r), ("result", i))
     middle: list[Node] = []
     reads: dict[tuple[str, int], None] = {}
 
     def residual(node: Node) -> tuple[str, int]:
         source = _source(node)
-        if source not in known:
-            known[source] = ("intermediate", len(middle))
+        if source not in origins:
+            origins[source] = ("intermediate", len(middle))
             middle.append(source)
-        reads.setdefault(known[source])
-        return known[source]
+        reads.setdefault(origins[source])
+        return origins[source]
 
     forward = _forward_nodes(nodes, extra)
     late_nodes = [n for n in nodes if n.op == "call_function" and n not in forward]
@@ -385,16 +385,16 @@ def cut(
     rule = GraphModule(joint, graph)
 
     graph = Graph()
-    made: dict[Node, Node] = {}
+    copied: dict[Node, Node] = {}
     for i, operand in enumerate(operands):
         if operand is None:
             graph.placeholder(f"operand_{i}")
         else:
-            made[operand] = graph.node_copy(operand)
+            copied[operand] = graph.node_copy(operand)
     for n in nodes:
         if n.op == "get_attr" or n in forward:
-            made[n] = graph.node_copy(n, made.__getitem__)
-    graph.output([made[n] for n in (*results, *middle)])
+            copied[n] = graph.node_copy(n, copied.__getitem__)
+    graph.output([copied[n] for n in (*results, *middle)])
     graph.eliminate_dead_code()
     return rule, tuple(reads), GraphModule(joint, graph)
 

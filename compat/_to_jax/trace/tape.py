@@ -279,11 +279,11 @@ class Observer(TorchDispatchMode):
             state = self._draws.advance(kwargs.get("generator"))
             kwargs = {name: None if name == "generator" else v for name, v in kwargs.items()}
         mode = engine.proxy_mode()
-        made = None if mode is None else nodes_from_now(mode.tracer.graph)
+        new_nodes = None if mode is None else nodes_from_now(mode.tracer.graph)
         out = self._dispatch(func, args, kwargs)
         self._known.follow(func, args, kwargs, out)
-        if made is not None and state is not None:
-            for i, node in enumerate(n for n in reversed(made()) if draws(n.target, n.args)):
+        if new_nodes is not None and state is not None:
+            for i, node in enumerate(n for n in reversed(new_nodes()) if draws(n.target, n.args)):
                 node.meta["functx_draw"] = self._draws.number((state, i))
         return out
 
