@@ -214,10 +214,10 @@ def test_what_is_no_state_of_the_module_is_refused():
     x = jnp.ones((4, 3))
     with pytest.raises(ValueError, match="'weigth' is not the name of a parameter or buffer"):
         fn({"weigth": params["weight"]}, x)
-    with pytest.raises(TypeError, match=r"called as fn\(params, \*args"):
+    with pytest.raises(TypeError, match=r"call the function as fn\(params, \*args"):
         fn(x)
     params, buffers, fn = to_jax(torch.nn.BatchNorm1d(3), buffers=True)
-    with pytest.raises(TypeError, match=r"called as fn\(params, buffers, \*args"):
+    with pytest.raises(TypeError, match=r"call the function as fn\(params, buffers, \*args"):
         fn(params, x)
     assert fn({**params}, buffers, x)[0].shape == (4, 3)
 
