@@ -211,6 +211,6 @@ def categorical(
             f"random.categorical: {draws} draws without replacement from {categories} categories"
         )
     noisy = logits + gumbel(key, logits.shape, logits.dtype, mode)
-    # Of equals the first goes first, as in JAX; torch.topk has no order of them.
+    # As in JAX, the first of several equal entries comes first. torch.topk does not order them.
     best = noisy.movedim(axis, -1).sort(stable=True, descending=True).indices[..., :draws]
     return best.movedim(-1, 0).reshape(shape)

@@ -196,7 +196,7 @@ def key_data(key: Tensor) -> Tensor:
         ``uint32`` tensor of the same shape.
 
     Raises:
-        TypeError: these are no keys.
+        TypeError: ``key`` is not a tensor of keys.
     """
     check_key("key_data", key, batched=True)
     return key.to(torch.uint32)
@@ -272,7 +272,7 @@ def to_jax(key: Tensor) -> Any:
         A JAX array of keys, shape ``(...)``.
 
     Raises:
-        TypeError: these are no keys.
+        TypeError: ``key`` is not a tensor of keys.
         ImportError: JAX is not installed.
 
     Example:

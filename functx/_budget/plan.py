@@ -1,9 +1,9 @@
 """Plans: which blocks of a chain to recompute, so that forward and backward fit in a budget.
 
 The blocks of a chain are measured (`block_costs`), and all useful ways to cut the chain into
-regions are found (`solver`). Of the candidates whose *measured* peak is within the budget, the one
-with the least recompute is taken. The model of memory only orders the candidates. A function is run
-as a chain of its operations (`op_trace`).
+regions are found (`solver`). The candidates are then measured. If the *measured* peak of several
+candidates is within the budget, the one with the least recompute is taken. The model of memory only
+orders the candidates. A function is run as a chain of its operations (`op_trace`).
 
 What could be improved: measuring runs the chain once per candidate, so the first call with a budget
 takes many times as long as the later ones.
@@ -199,7 +199,7 @@ def plan(f: Any, /, *args: Any, budget: int | float | str, **kwargs: Any) -> Pla
 
 @on_budget
 def run_planned(f: Callable[..., Any], args: Any, kwargs: Any, o: Options) -> Any:
-    """``f(*args, **kwargs)`` with the regions of its plan, which is made if there is none yet."""
+    """``f(*args, **kwargs)`` with the regions of its plan, which the first call makes."""
     recording = record(f, args, kwargs, o.name)
     blocks, values, plan = recording.blocks(), recording.values, o.budget
     if not isinstance(plan, Plan):
@@ -298,7 +298,7 @@ def _chosen(
 
 
 def _segmentations(n: int) -> list[tuple[Any, ...]]:
-    """Trees of equal segments. They make sure that no plan is worse than the best of these."""
+    """Trees of equal segments, so that no plan is worse than the best of them."""
     cuts = [segments(n, k) for k in range(2, n + 1)]
     return [(*(tuple(range(*c)) for c in cut[:-1]), *range(*cut[-1])) for cut in cuts]
 

@@ -1,7 +1,7 @@
 """An exact dynamic program that chooses which blocks of a chain to recompute.
 
 A chain of blocks is cut into a tree of regions. A block outside all regions saves its residuals. A
-region saves its inputs. When it is pulled back, it runs forward once more as a chain of its own,
+region saves its inputs. When it is pulled back, its blocks run forward once more, as a chain
 which may have regions again. For each stretch of consecutive blocks, the program finds the Pareto
 front of memory and repeated work, from the fronts of shorter stretches:
 

@@ -243,7 +243,7 @@ class LiveStorages(_torch.TorchDispatchMode):
         return sum(self._blocks[key].counted for key in keys & self._blocks.keys())
 
     def first_use(self, storage: torch.UntypedStorage) -> tuple[Held | None, bool]:
-        """What made (or first used) a storage, and whether it was made in the context."""
+        """The operation that made or first used a storage, and whether it ran in the context."""
         block = self._blocks.get(id(storage))
         return (None, False) if block is None else (block.made, block.base == 0)
 

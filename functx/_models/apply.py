@@ -79,8 +79,9 @@ class RegionForward:
     def _checkpoints_itself(self, module: nn.Module) -> bool:
         """Whether transformers checkpoints this layer in a way that the region can't avoid.
 
-        That is so if the instance had a ``forward`` of its own, which calls that of the class, or
-        with older versions of transformers, which checkpoint in ``__call__``, around the region.
+        This is true if the instance had a ``forward`` attribute, which calls the ``forward`` of the
+        class. It is also true for older versions of transformers, which checkpoint in ``__call__``,
+        around the region.
         """
         if not (module.training and getattr(module, "gradient_checkpointing", False)):
             return False

@@ -70,9 +70,9 @@ def _matches(named: Named, where: Any, caller: str) -> Named:
         alone = _takes_one(where)
         return [(name, m) for name, m in inner if (where(m) if alone else where(name, m))]
     raise TypeError(
-        f"{caller}: got {where!r} in where; expected a class of modules, a name or a pattern of "
-        "names, a compiled regular expression, a module, a predicate of (name, module), or a "
-        "list of these."
+        f"{caller}: where must be a class of modules, a name or a pattern of names, a compiled "
+        "regular expression, a module, a predicate of (name, module), or a list of these. Got "
+        f"{where!r}."
     )
 
 

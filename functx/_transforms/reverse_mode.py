@@ -59,7 +59,7 @@ _NO_HOOKS = (
     "functx.remat(f, policy=checkpoint_policies.offload(policy))."
 )
 _OLD_FUNCTION = "override the setup_context"
-# What to do about errors of torch, by words that these contain.
+# Advice on errors of torch. The key is a part of torch's message.
 _REMEDIES = {
     "support saved tensor hooks": _NO_HOOKS,
     "_NoopSaveInputs": _NO_HOOKS,  # of checkpoint, under vmap, before torch 2.13

@@ -99,7 +99,7 @@ class Batch:
         ]
 
     def of_differentiated(self, each: Sequence[Any]) -> list[Any]:
-        """Of ``each``, a list with an entry per leaf, the entries of the differentiated leaves."""
+        """From ``each``, with an entry per leaf, select those of the differentiated leaves."""
         ends = [0, *itertools.accumulate(count for _, count in self.specs)]
         return [one for at in self.positions for one in each[ends[at] : ends[at + 1]]]
 

@@ -211,7 +211,7 @@ class CarriedState:
         what = f"buffer {', '.join(names)}" if names else "a stored tensor"
         return (
             f"{self._api}: the forward writes the values of an example to {what}, and reads them "
-            "for the next example, so there is no gradient of one example. If it writes only in "
-            "training mode, put the module in evaluation mode. Otherwise return the values from "
-            "the loss as aux, with has_aux=True, and update the statistics after the call"
+            "for the next example, so the gradient of one example is not defined. If it writes "
+            "only in training mode, put the module in evaluation mode. Otherwise return the values "
+            "from the loss as aux, with has_aux=True, and update the statistics after the call"
         )

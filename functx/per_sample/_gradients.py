@@ -111,8 +111,8 @@ def norms(
 ) -> Callable[..., Any]:
     """The norm of the gradient of each example, exactly, for any code.
 
-    The gradients of an example with respect to different leaves never exist at the same time: the
-    norm of each is taken, and the gradient is freed, as soon as it is complete.
+    The gradients of an example with respect to different leaves never exist at the same time. As
+    soon as a gradient is complete, its norm is computed and the gradient is freed.
 
     Options in addition to those of `grads`:
         groups: A pytree prefix of the differentiated argument, with labels as leaves. Leaves with

@@ -170,8 +170,8 @@ def check_module(module: nn.Module) -> None:
         if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
             raise ValueError(
                 f"per_sample: {name or 'the module'!r} is sharded by FSDP, which sums the "
-                "gradients of all processes, so there are no per-example gradients. Keep the whole "
-                "module in every process, and pass process_group to sum over processes"
+                "gradients of all processes, so per-example gradients are not available. Keep the "
+                "whole module in every process, and pass process_group to sum over processes"
             )
         # This includes synchronised and lazy ones. Instance normalisation is not a subclass.
         is_batch_norm = isinstance(part, _torch.BatchNorm)
@@ -179,7 +179,7 @@ def check_module(module: nn.Module) -> None:
             mode = "in training mode" if part.training else "without running statistics"
             raise ValueError(
                 f"per_sample: {type(part).__name__} {name!r} {mode} normalises with statistics of "
-                "the whole batch, so there is no gradient of one example. Put it in evaluation "
-                "mode (with running statistics), or use GroupNorm, LayerNorm or InstanceNorm "
-                "instead"
+                "the whole batch, so the gradient of one example is not defined. Put it in "
+                "evaluation mode (with running statistics), or use GroupNorm, LayerNorm or "
+                "InstanceNorm instead"
             )

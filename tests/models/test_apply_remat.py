@@ -293,7 +293,7 @@ def test_what_matches_nothing_is_an_error_that_says_what_there_is(where, says):
 
 
 NO_MODULES = [
-    *((lambda w=w: functx.apply_remat(Model(), w), "in where; expected") for w in (3, None, [3])),
+    *((lambda w=w: functx.apply_remat(Model(), w), "where must be") for w in (3, None, [3])),
     (lambda: functx.apply_remat(lambda x: x, "layers.*"), r"nn\.Module"),
     (lambda: functx.remove_remat(lambda x: x, "layers.*"), r"nn\.Module"),
     (lambda: functx.apply_remat(nn.Linear(2, 2), "weight"), r"functx\.remat\(model\)"),

@@ -103,7 +103,7 @@ rules({"_softmax": _softmax, "_log_softmax": _normalized(jax.nn.log_softmax)})
 
 @rule("_safe_softmax")
 def _safe_softmax(x: Any, dim: int, dtype: Any = None, *, ctx: Any) -> Any:
-    # A row of -inf gives zeros with a derivative of zero, not NaN.
+    # A row of -inf gives zeros, with a derivative of zero. The ordinary softmax would give NaN.
     dead = jnp.max(x, dim, keepdims=True) == -jnp.inf
     return jnp.where(dead, 0, _softmax(jnp.where(dead, 0, x), dim, ctx=ctx))
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from functx.compat._to_jax.rules.table import rule
 
-# The power of the number of elements, by torch's code: no scaling, one over the root, one over it.
+# For each of torch's codes, the power of the number of elements that scales the result: none, one
+# over its root, and one over the number.
 _POWERS = (0, -0.5, -1)
 
 

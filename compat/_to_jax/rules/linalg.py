@@ -238,7 +238,7 @@ def _qr(a: Any, mode: str = "reduced") -> Any:
 
 
 def _hermitian(a: Any, lower: bool) -> Any:
-    """The matrix that one triangle stands for; derivatives are those of the whole of ``a``."""
+    """The Hermitian matrix with one triangle of ``a``, and with the derivative of all of ``a``."""
     half = jnp.tril(a, -1) if lower else jnp.triu(a, 1)
     diagonal = jnp.real(jnp.diagonal(a, axis1=-2, axis2=-1))
     full = half + _adjoint(half) + diagonal[..., None] * jnp.eye(a.shape[-1], dtype=a.dtype)
@@ -252,7 +252,7 @@ def _eigh(a: Any, uplo: str = "L", compute_v: bool = True) -> Any:
 
 
 def _eig(a: Any) -> Any:
-    if not a.size:  # of which JAX has no derivatives
+    if not a.size:  # JAX has no derivatives of empty matrices
         return jnp.zeros(a.shape[:-1], a.dtype), a
     return lax.linalg.eig(a, compute_left_eigenvectors=False, enable_eigvec_derivs=True)
 
@@ -289,8 +289,8 @@ def _pseudo_inverse(a: Any, tolerances: Any, hermitian: bool) -> Any:
 
 @_pseudo_inverse.defjvp
 def _pseudo_inverse_jvp(hermitian: bool, primals: Any, tangents: Any) -> Any:
-    # The derivative of Golub and Pereyra (1973), at constant rank: that of the factors has no value
-    # where singular values are equal.
+    # The derivative of Golub and Pereyra (1973), at constant rank. The derivative of the factors is
+    # not defined where singular values are equal.
     (a, tolerances), da = primals, tangents[0]
     p = _pseudo_inverse(a, tolerances, hermitian)
     ph, dah = _adjoint(p), _adjoint(da)
@@ -301,7 +301,7 @@ def _pseudo_inverse_jvp(hermitian: bool, primals: Any, tangents: Any) -> Any:
 
 @rule("linalg_householder_product")
 def _householder(a: Any, tau: Any) -> Any:
-    # lax's operation has no derivative: multiply the reflections onto the identity, last first.
+    # lax's operation has no derivative, so apply the reflections to the identity, last first.
     m, n = a.shape[-2:]
     return _ormqr(a, tau, jnp.broadcast_to(jnp.eye(m, n, dtype=a.dtype), a.shape))
 
@@ -328,7 +328,8 @@ def _cdist(a: Any, b: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
 def _distance(x: Any, p: float) -> Any:
     if p != float("inf"):
         return vector_norm(x, p, (-1,), False)
-    # Unlike those of a norm, coordinates that are equally far have all of the derivative, each.
+    # In a norm, coordinates that tie for the maximum share the derivative. Here each of them gets
+    # the whole derivative, as in torch.
     size = absolute(x)
     found = jnp.max(lax.stop_gradient(size), -1, keepdims=True, initial=0)
     return straight_through(found[..., 0], jnp.sum(jnp.where(size == found, size, 0), -1))

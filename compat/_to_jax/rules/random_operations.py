@@ -39,7 +39,7 @@ def _integers(low: int, high: int | None, ctx: Any) -> Any:
 
 
 def _whole(dtype: Any) -> int:
-    """Below which a dtype has every whole number."""
+    """The bound below which a dtype represents every whole number."""
     if jnp.issubdtype(dtype, jnp.integer):
         return int(jnp.iinfo(dtype).max)
     return int(min(2 ** (jnp.finfo(dtype).nmant + 1) + 1, jnp.iinfo(jnp.int32).max))
@@ -64,7 +64,7 @@ def _multinomial(weights: Any, count: int, replacement: bool = False, *, ctx: An
     if replacement:
         drawn = jax.random.categorical(ctx.key(), logits, shape=(count, *weights.shape[:-1]))
         return jnp.moveaxis(drawn, 0, -1)
-    # The largest of Gumbel-perturbed logits are a draw without replacement.
+    # The indices of the largest Gumbel-perturbed logits are a draw without replacement.
     noisy = logits + jax.random.gumbel(ctx.key(), weights.shape, weights.dtype)
     return lax.top_k(noisy, count)[1]
 
