@@ -41,7 +41,7 @@ REFUSED = [
         lambda x: torch.nn.functional.interpolate(
             x.expand(1, 1, 9, 3), (2, 3), mode="bilinear", antialias=True, align_corners=True
         ),
-        "use align_corners=False",
+        "Use align_corners=False",
     ),
     (lambda x: STATE["seen"].add_(x), "closes over"),
     (functx.remat(lambda x: x * BUFFER.add_(1.0)), "buffers=True"),
