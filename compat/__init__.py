@@ -1,7 +1,7 @@
 """The JAX half of functx: functions and arrays across frameworks.
 
-Importing this package imports no JAX and changes nothing in torch; using a name of it without JAX
-raises an ``ImportError`` that says what to install.  :mod:`functx.compat.random` does without JAX.
+Importing this package does not import JAX, and changes nothing in torch. Using a name of it without
+JAX raises an ``ImportError`` that says what to install. :mod:`functx.compat.random` needs no JAX.
 
 Example:
     >>> import torch, jax, jax.numpy as jnp

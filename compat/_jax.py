@@ -1,8 +1,8 @@
-"""Every touch of JAX that could break: one import point, and the private names with reasons.
+"""Private JAX API in one place, each name with its reason, and the check that JAX is installed.
 
-Invariant: no other module of ``compat`` imports ``jax`` at module level except those that are only
-ever imported after :func:`require` has succeeded.  Importing ``functx.compat`` therefore works
-without JAX, and using it without JAX says what to install.
+Invariant: a module of ``compat`` that imports ``jax`` at module level is imported only after
+:func:`require` has succeeded. So ``functx.compat`` can be imported without JAX, and using it
+without JAX raises an error that says what to install.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def require(what: str) -> None:
-    """Raise an ImportError that says how to install JAX, unless it is there.
+    """Raise an ImportError that says how to install JAX, if it is not installed.
 
     ``what`` is the public name that was used, for the message.
     """
@@ -28,15 +28,15 @@ def x64_enabled() -> bool:
     """Whether 64-bit types are on for the calling thread."""
     import jax
 
-    # ``jax.config.jax_enable_x64`` is public but reads the process-wide flag through the thread's
-    # context, which is what ``jax.enable_x64(...)`` changes.
+    # ``jax.config.jax_enable_x64`` is public but untyped. It reads the setting of this thread,
+    # which ``jax.enable_x64(...)`` changes.
     return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
 def is_tracing() -> bool:
     """Whether a transform of JAX is running a function on this thread.
 
-    ``trace_state_clean`` is private; nothing public tells, before a tracer is at hand.
+    ``trace_state_clean`` is private; no public function answers this without a tracer.
     """
     from jax._src.core import trace_state_clean
 
@@ -46,8 +46,8 @@ def is_tracing() -> bool:
 def concrete(x: Any) -> Any:
     """The array behind a batching tracer of an eager ``jax.vmap``.
 
-    ``BatchTracer.val`` is private; a custom derivative rule inside ``vmap`` gets such tracers, and
-    ``crosscheck`` wants the buffer that really enters a region.
+    ``BatchTracer.val`` is private. A custom derivative rule inside ``vmap`` gets such tracers, and
+    ``crosscheck`` needs the buffer behind them.
     """
     import jax
 
@@ -61,8 +61,8 @@ def static_arguments(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Positions and names of the static arguments of ``jax.jit(f, argnums, argnames)``.
 
-    Those of an ``f`` that is jitted already are its own, too. ``_jit_info`` of a jitted function is
-    private; asking JAX means that names are inferred from positions exactly as it does.
+    If ``f`` is jitted already, its own static arguments are included. ``_jit_info`` of a jitted
+    function is private; with it, names are inferred from positions exactly as JAX does it.
 
     Raises:
         TypeError: the options are of a wrong type.
@@ -79,9 +79,9 @@ def static_arguments(
 
 
 def weakly_typed(x: Any) -> Any:
-    """A number as ``jax.jit`` takes it: its dtype gives way to those of arrays.
+    """A number as a weakly typed array, whose dtype does not promote arrays, as in ``jax.jit``.
 
-    The public ``lax.convert_element_type`` makes strongly typed arrays only.
+    The public ``lax.convert_element_type`` makes only strongly typed arrays.
     """
     import jax.numpy as jnp
     from jax._src.lax.lax import _convert_element_type
@@ -101,27 +101,27 @@ def batch_dim_of(x: Any) -> int | None:
 def buffer_pointer(x: Any) -> int:
     """The address of a committed single-device array's buffer.
 
-    ``unsafe_buffer_pointer`` is the only way to tell two ``jax.Array`` objects that share one
-    buffer from two that don't; bytes kept are counted once a buffer.
+    Saved bytes are counted once per buffer, and only ``unsafe_buffer_pointer`` shows whether two
+    ``jax.Array`` objects share a buffer.
     """
     return int(x.unsafe_buffer_pointer())
 
 
-# Passed to XLA so that its CPU compiler keeps the barriers that make ``jax.checkpoint`` recompute;
-# without it the recomputation is merged with the forward pass again.
+# An option for XLA: its CPU compiler then keeps the barriers that make ``jax.checkpoint``
+# recompute. By default, it merges the recomputation with the forward pass.
 KEEP_RECOMPUTE = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def saved_residuals(f: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, str]]:
-    """What a pullback keeps: abstract values, and where they come from in JAX's words.
+    """The values that a pullback saves: abstract values, each with JAX's description of its source.
 
-    ``saved_residuals`` is private; the public function prints it.
+    ``saved_residuals`` is private; the public function only prints the list.
     """
     from jax._src.ad_checkpoint import saved_residuals as found
 
     return found(f, *args, **kwargs)
 
 
-# What ``jax.checkpoint`` calls the scope of what it runs again, in the names of operations; a
-# compiled program says nowhere else what is a recomputation.
+# The scope in the names of operations that ``jax.checkpoint`` runs again. A compiled program marks
+# recomputation in no other way.
 RECOMPUTED = "rematted_computation"

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import griffe
 
-SECTIONS = {"Example:": "Examples:", "Options that are not those of `grads`:": "Other Parameters:"}
+SECTIONS = {
+    "Example:": "Examples:",
+    "Options in addition to those of `grads`:": "Other Parameters:",
+}
 PAGES = [page.read_text() for page in (Path(__file__).parent / "api").glob("*.md")]
 ENTRIES = {name for text in PAGES for name in re.findall(r"^::: (\S+)", text, re.MULTILINE)}
 

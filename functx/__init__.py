@@ -1,7 +1,7 @@
 """functx: PyTorch transforms that compose the way JAX's do.
 
-A superset of :mod:`torch.func`, with the same names, signatures and results. Every transform takes
-every other one, `remat` included, in any order and to any depth.
+A superset of :mod:`torch.func`, with the same names, signatures and results. All transforms,
+including `remat`, can be nested in any order and to any depth.
 
 Transforms:
     vmap: map a function over a dimension of its arguments.
@@ -12,27 +12,27 @@ Transforms:
     replace_all_batch_norm_modules_: as in torch.func.
 
 Recompute:
-    remat: compute a function's intermediates again in the backward, instead of keeping them.
-    checkpoint, checkpoint_sequential: drop-ins for torch.utils.checkpoint.
-    apply_remat, remove_remat, remat_regions: regions of a model's submodules.
-    patch_checkpoint: other people's torch.utils.checkpoint calls become functx's.
-    remat_scan, remat_loop, remat_sequential: loops and chains that keep a few states.
-    checkpoint_policies, checkpoint_name: what a region keeps, by operator, size or name.
-    plan, Plan: what to keep within a budget of bytes.
-    RematError, ReplayError: a region that would be wrong, or that departed from its forward.
+    remat: recompute a function's intermediates in the backward, instead of saving them.
+    checkpoint, checkpoint_sequential: drop-in replacements for torch.utils.checkpoint.
+    apply_remat, remove_remat, remat_regions: make submodules of a model regions.
+    patch_checkpoint: let existing calls of torch.utils.checkpoint use functx.
+    remat_scan, remat_loop, remat_sequential: loops and chains that save a few states.
+    checkpoint_policies, checkpoint_name: what a region saves, by operator, size or name.
+    plan, Plan: choose what to recompute within a budget of bytes.
+    RematError, ReplayError: errors of regions that can't be recomputed, or whose replay differs.
 
 Insight:
-    saved_residuals, print_saved_residuals, Residual, Residuals: what a pullback keeps.
-    memory: peaks, timelines and counts of a call.
+    saved_residuals, print_saved_residuals, Residual, Residuals: what a pullback saves.
+    memory: peaks, timelines and operation counts of a call.
 
 Compiled:
-    jit: a stack of transforms and regions as one graph.
+    jit: compile a stack of transforms and regions as one graph.
     graph: recompute in a joint forward and backward graph.
-    TracingError: what a graph can't have.
+    TracingError: the error for functions that can't be traced.
 
 Workloads and other frameworks:
-    per_sample: gradients, norms and clipped sums of each example, in little memory.
-    compat: the same function in JAX; loaded when it is first used, and JAX with it only then.
+    per_sample: per-example gradients, norms and clipped sums, in little memory.
+    compat: run the same function in JAX. It is imported, together with JAX, at its first use.
 """
 
 import importlib as _importlib
@@ -82,7 +82,7 @@ from functx._transforms import vmap as vmap
 
 try:
     from torch.func import rearrange as rearrange
-except ImportError:  # before torch 2.13 it is exported by functorch alone
+except ImportError:  # before torch 2.13 only functorch exports it
     from functorch.einops import rearrange as rearrange  # type: ignore[import-untyped,no-redef]
 
 if _typing.TYPE_CHECKING:
@@ -90,7 +90,7 @@ if _typing.TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """``functx.compat``, without an import of its own."""
+    """Import ``functx.compat`` at its first use."""
     if name == "compat":
         return _importlib.import_module("functx.compat")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

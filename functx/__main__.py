@@ -17,8 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; those of the process by default.
 
     Returns:
-        The exit status: 0; 1 where the answer is no (torch and JAX disagree, no plan fits); 2 where
-        the command says on stderr why it can't be done.
+        The exit status: 0; 1 if the answer is no (torch and JAX disagree, or no plan fits); 2 if
+        the command can't be run, with the reason on stderr.
     """
     top = argparse.ArgumentParser(
         prog="functx", description="PyTorch transforms that compose the way JAX's do."

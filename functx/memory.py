@@ -1,12 +1,13 @@
-"""Peak bytes, timelines and operation counts of a call: exact, and the same at every run.
+"""Measure the peak bytes, the timeline and the operations of a call. Results repeat exactly.
 
-On CPU the bytes are those of the storages that the call creates (`functx._core.memory_tracker` says
-how they are followed, and what can't be seen). On CUDA the peak is the allocator's, from
-:func:`torch.cuda.max_memory_allocated`. If the call runs compiled code (of `functx.jit` or
-``torch.compile``: itself, or what its closures, globals and arguments reach), the bytes are those
-that torch's allocator hands out. Call it once before, since the first call also compiles.
+On CPU, bytes are those of the storages that the call creates (`functx._core.memory_tracker` says
+how they are followed, and what can't be seen). On CUDA the peak is that of the allocator, from
+:func:`torch.cuda.max_memory_allocated`. If the function, its arguments or the variables that it
+reads contain code compiled by `functx.jit` or ``torch.compile``, bytes are those that torch's
+allocator hands out. Call such a function once before measuring, since the first call compiles.
 
-The collector of reference cycles is off during a call: a cycle shows in every run, as a leak.
+The cyclic garbage collector is off during a call, so a reference cycle shows as a leak in every
+run.
 """
 
 from __future__ import annotations
@@ -25,26 +26,29 @@ from functx._insight import plots
 
 __all__ = ["Event", "Held", "LiveStorages", "Profile", "count", "peak", "plot", "profile"]
 
-SHOWN = 12  # so many lines of what is live at a peak are printed
+SHOWN = 12  # how many rows are printed for the storages that are live at the peak
 
 
 @dataclass(frozen=True)
 class Profile(plots.Printed):
-    """What one call did to memory. Prints as a table; all sizes are in bytes.
+    """The memory use of one call. Prints as a table; all sizes are in bytes.
+
+    ``holders``, ``phases`` and ``history`` are empty for compiled code.
 
     Attributes:
-        result: What the call returned.
-        peak: Most bytes live at once, above those live at entry: on CPU those of the storages the
-            call created, on CUDA what the allocator had handed out, rounded up its way.
-        kept: Bytes of storages created by the call that lived on when it had returned, other than
-            those of the result: after a forward pass what autograd saved for the backward pass.
-        returned: Bytes of storages created by the call that the result uses.
-        timeline: One `Event` an operation; of compiled code, a request to the allocator.
-        holders: What was live at the peak, storage by storage, largest first: each a `Held`. This
-            and what follows is not known of compiled code.
-        phases: For each event of the timeline, whether it is part of the ``"forward"``, of the
-            ``"backward"``, or of a ``"replay"`` of a region within that.
-        history: Every change: after how many operations, by how many bytes, of what line.
+        result: The result of the call.
+        peak: The most bytes that were live at once, above those live at entry: on CPU, bytes of
+            storages that the call created; on CUDA, bytes that the allocator handed out, with its
+            rounding.
+        kept: Bytes of storages that the call created, that are not part of the result, and that are
+            still alive. After a forward pass these are what autograd saved for the backward pass.
+        returned: Bytes of storages that the call created and the result uses.
+        timeline: One `Event` per operation; for compiled code, one per request to the allocator.
+        holders: The storages that were live at the peak, largest first, each as a `Held`.
+        phases: For each event of the timeline, ``"forward"``, ``"backward"``, or ``"replay"`` for a
+            region that runs again in a backward pass.
+        history: Every change of the live bytes: the number of operations before it, its bytes, and
+            the line of code that made the storage.
     """
 
     result: Any
@@ -64,8 +68,8 @@ class Profile(plots.Printed):
     def plot(self, path: str | Path) -> Path:
         """Draw the live bytes over the operations, in layers by the lines that made them.
 
-        Backward passes are shaded, replays of regions in them more so, and the peak is marked. The
-        suffix of ``path`` says the format. It needs matplotlib.
+        Backward passes are shaded, replays of regions are shaded darker, and the peak is marked.
+        The suffix of ``path`` selects the format. This needs matplotlib.
         """
         live = [event.live for event in self.timeline]
         return plots.layers(live, self.history, self.phases, path)
@@ -89,15 +93,15 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
     """Call ``f`` and follow its memory, operation by operation.
 
     Args:
-        f: Any callable, with any stack of transforms, backward passes included.
+        f: Any callable. It may use transforms and run backward passes.
         *args: Passed to ``f``.
         **kwargs: Passed to ``f``.
 
     Returns:
-        A `Profile`; its ``result`` is what ``f`` returned.
+        A `Profile`, with the result of ``f`` as ``result``.
 
     Raises:
-        TypeError: ``f`` can't be called. What ``f`` raises passes through.
+        TypeError: ``f`` is not callable. Errors of ``f`` itself are raised unchanged.
 
     Example:
         >>> import torch, functx.memory
@@ -122,13 +126,13 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
 
 
 def peak(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
-    """The most bytes that a call has live at once, above those live at entry.
+    """The most bytes that are live at once during a call, above those live at entry.
 
     Args and errors are those of `profile`.
 
     Returns:
-        Bytes. On CPU exactly those of the storages that the call creates; if the call allocates on
-        CUDA, the peak of torch's allocator there, all devices together.
+        Bytes. On CPU, the exact bytes of the storages that the call creates. If the call allocates
+        on CUDA, the peak of torch's CUDA allocator, summed over all devices.
 
     Example:
         >>> import torch, functx.memory
@@ -144,10 +148,10 @@ def count(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Counter[str]:
     Args are those of `profile`.
 
     Raises:
-        TypeError: ``f`` can't be called, or runs compiled code, whose operations can't be seen.
+        TypeError: ``f`` is not callable, or runs compiled code, whose operations can't be seen.
 
     Returns:
-        Counts by name: ATen operations by their bare one (``"mm"``), others with their namespace.
+        Counts by name: ATen operations without namespace (``"mm"``), others with it.
 
     Example:
         >>> import torch, functx.memory
@@ -159,11 +163,11 @@ def count(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Counter[str]:
 
 
 def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
-    """Draw live bytes over operations, one line a profile, its peak in the legend.
+    """Draw live bytes over operations, one line per profile, with the peaks in the legend.
 
     Args:
-        profiles: What to draw, by label.
-        path: The file to write; its suffix says the format.
+        profiles: The profiles, by label.
+        path: The file to write; its suffix selects the format.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -176,13 +180,13 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
 
 
 def _follow(api: str, f: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, int]:
-    """Call a function; returns its result, what has followed its memory, and the peak."""
+    """Call a function; returns its result, the tracker of its memory, and the peak in bytes."""
     check_callable(f, f"functx.memory.{api}")
     if any(map(is_compiled, State((f, args, kwargs)).held)):
         if api == "count":
             raise TypeError(
                 "functx.memory.count: the function runs compiled code, whose operations can't be "
-                "seen. Count those of the function that was compiled."
+                "counted. Count the operations of the original function instead."
             )
         followed: LiveStorages = memory_tracker.Allocations()
     else:

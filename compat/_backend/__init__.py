@@ -1,1 +1,1 @@
-"""functx's transforms of JAX arrays, done by JAX."""
+"""The transforms of functx for JAX arrays, implemented by JAX."""

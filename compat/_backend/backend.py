@@ -1,20 +1,21 @@
-"""functx's transforms of JAX arrays: the same names and options, done by JAX.
+"""The transforms of functx for JAX arrays: the same names and options, implemented by JAX.
 
-An option that has no meaning there raises and says what to use instead; those that only concern
-when torch frees memory are accepted, since JAX decides that by itself. Reached through
-`functx._core.backend_dispatch`.
+An option that has no meaning in JAX raises an error that says what to use instead. Options that
+only decide when torch frees memory are accepted, since JAX decides this itself.
+`functx._core.backend_dispatch` calls this module.
 
 NOTE [names in JAX]
-A name is an operation of its own in JAX, an identity; a policy is asked about each operation
-before it is known whether a name will follow. So policies of operations do not look at names here
-(the value was judged where it was computed), and those that need both, such as "everything except
-these names", have no counterpart: they raise.
+In JAX, giving a name is a separate operation, an identity. A policy is asked about each operation
+before it is known whether a name will follow. So a policy of operations ignores names here: it has
+decided about the value at the operation that computed it. A policy that needs both, such as
+"everything except these names", has no counterpart in JAX and raises an error.
 
 NOTE [jaxlib's flatten]
-jaxlib's ``tree_leaves`` and its like count how deep they are, and after any exception (a container
-that holds itself, a dict whose keys can't be sorted) do not count back. With ``is_leaf`` one list
-that holds itself leaves the process 9 frames of stack. So arguments that may be torch's are taken
-apart by `functx._tree`; JAX is asked for one level, which counts nothing, of what remains.
+``tree_leaves`` and similar functions of jaxlib count their recursion depth, but do not decrease the
+count after an exception (for a container that contains itself, or a dict whose keys can't be
+sorted). With ``is_leaf``, one list that contains itself leaves the process 9 frames of stack. So
+arguments that may be torch's are flattened by `functx._core.tree`. JAX then flattens one level of
+each remaining leaf, which does not change the count.
 """
 
 from __future__ import annotations
@@ -49,40 +50,40 @@ _TORCH, _JAX = "torch tensor", "JAX array"
 
 
 def find(api: str, args: Any, kwargs: Any) -> ModuleType | None:
-    """The transforms to use for these arguments: JAX's if there are JAX arrays among them.
+    """The module with the transforms for these arguments: this one if there are JAX arrays.
 
-    Without arrays of either kind, JAX's if JAX is tracing: what it traces may be closed over.
+    Without any arrays, it is also this one if JAX is tracing, since the function may close over
+    tracers. ``None`` means torch.
 
     Raises:
-        TypeError: arrays of both kinds are among the arguments. Typed random keys do not count.
+        TypeError: there are both torch tensors and JAX arrays. Typed random keys do not count.
     """
-    arrays: dict[str, list[Any]] = {_TORCH: [], _JAX: []}
-    _collect((args, kwargs), arrays)
-    if arrays[_TORCH] and arrays[_JAX]:
-        if all(map(is_key, arrays[_JAX])):
+    found = [*_arrays_in((args, kwargs))]
+    kinds = {kind for kind, _ in found}
+    if len(kinds) > 1:
+        if all(is_key(x) for kind, x in found if kind == _JAX):
             return None
         raise TypeError(_mixed(api, args, kwargs))
-    if arrays[_JAX] or (not arrays[_TORCH] and is_tracing() and not _torch.tracing()):
+    if _JAX in kinds or (not kinds and is_tracing() and not _torch.tracing()):
         return sys.modules[__name__]
     return None
 
 
-def _collect(tree: Any, arrays: dict[str, list[Any]]) -> None:
-    """Add the arrays in a tree to those of their kind; see NOTE [jaxlib's flatten]."""
+def _arrays_in(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays in a tree, each with its kind; see NOTE [jaxlib's flatten]."""
     for leaf in _tree.leaves(tree):
         cls: Any = type(leaf)
-        kind = _kind(cls)
-        if kind is not None:
-            arrays[kind].append(leaf)
+        if (kind := _kind(cls)) is not None:
+            yield kind, leaf
         elif (parts := _parts(leaf)) is not None:
-            _collect(parts, arrays)
+            yield from _arrays_in(parts)
 
 
 def _parts(leaf: Any) -> list[Any] | None:
-    """What is in an object of a class that JAX alone can take apart; ``None`` of anything else."""
+    """The children of an object whose class is a pytree only for JAX; ``None`` for others."""
     try:
         found = jax.tree_util.default_registry.flatten_one_level(leaf)
-    except (TypeError, ValueError):  # the class can't
+    except (TypeError, ValueError):  # the flatten function of the class raised it
         return None
     return None if found is None else [*found[0]]
 
@@ -95,7 +96,7 @@ def _kind(cls: Any) -> str | None:
 
 
 def _named(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The arrays in a tree, with what they are called."""
+    """The arrays in a tree, each with its path."""
     for path, leaf in zip(_tree.paths(tree), _tree.leaves(tree)):
         cls: Any = type(leaf)
         if _kind(cls) is not None:
@@ -114,10 +115,10 @@ def _mixed(api: str, args: Any, kwargs: Any) -> str:
         if isinstance(x, (torch.Tensor, jax.Array))
     )
     return (
-        f"functx.{api}: one call can't have arrays of both kinds: {what}. Convert one kind to the"
-        " other (torch.from_dlpack, jax.numpy.asarray), or the function:"
-        " functx.compat.from_jax makes a JAX function take torch tensors, to_jax the other way."
-        " What is not differentiated the function may close over"
+        f"functx.{api}: one call can't have both torch tensors and JAX arrays: {what}. Convert the"
+        " arrays (torch.from_dlpack, jax.numpy.asarray), or convert the function"
+        " (functx.compat.from_jax or functx.compat.to_jax). The function may close over arrays that"
+        " are not differentiated"
     )
 
 
@@ -129,7 +130,7 @@ def _refuse(api: str, option: str, value: Any, default: Any, instead: str) -> No
 
 
 def _without(transform: Function, option: str, default: Any, instead: str) -> Function:
-    """A transform of JAX, called with an option that JAX does not have."""
+    """A transform of JAX that accepts an option of torch only at its default."""
 
     def chosen(*args: Any, **options: Any) -> Any:
         _refuse(transform.__name__, option, options.pop(option, default), default, instead)
@@ -142,7 +143,7 @@ _KEYS = "JAX draws from explicit keys: split the key, and map over the keys"
 _MAP = "use jax.lax.map(..., batch_size=)"
 
 grad, value_and_grad, linearize, hessian = jax.grad, jax.value_and_grad, jax.linearize, jax.hessian
-jvp = _without(jax.jvp, "strict", False, "JAX gives zeros for what does not depend on x")
+jvp = _without(jax.jvp, "strict", False, "JAX returns zeros for results that do not depend on x")
 jacrev = _without(jax.jacrev, "chunk_size", None, f"{_MAP} of the pullback")
 jacfwd = _without(jax.jacfwd, "randomness", "error", _KEYS)
 remat_scan, remat_loop = _jax_loops.scan, _jax_loops.loop
@@ -156,7 +157,7 @@ def vmap(
     *,
     chunk_size: int | None = None,
 ) -> Function:
-    """``jax.vmap``, with keyword arguments that are not mapped over, as in torch."""
+    """``jax.vmap``, where keyword arguments are not mapped over, as in torch."""
     _refuse("vmap", "randomness", randomness, "error", _KEYS)
     _refuse("vmap", "chunk_size", chunk_size, None, _MAP)
 
@@ -168,7 +169,7 @@ def vmap(
 
 
 def grad_and_value(func: Function, argnums: Any = 0, has_aux: bool = False) -> Any:
-    """``jax.value_and_grad``, the other way round."""
+    """``jax.value_and_grad`` with the results in the opposite order."""
     transformed = jax.value_and_grad(func, argnums, has_aux)
     return lambda *args, **kwargs: transformed(*args, **kwargs)[::-1]
 
@@ -185,7 +186,7 @@ def vjp(func: Function, *primals: Any, has_aux: bool = False) -> Any:
 
 
 def can_scan(state: Any) -> bool:
-    """Whether a loop's state is all arrays: a Python number stays one from step to step."""
+    """Whether all leaves of a loop's state are arrays. A Python number must stay one."""
     return all(map(_is_array, jax.tree_util.tree_leaves(state)))
 
 
@@ -195,7 +196,7 @@ def checkpoint_name(x: Any, name: str) -> Any:
 
 
 def remat(f: Function, policy: Any = None) -> Function:
-    """``jax.checkpoint``. Leaves that are no arrays just pass, as in torch."""
+    """``jax.checkpoint``, where leaves that are not arrays are static, as in torch."""
     translated = _jax_policy(policy)
 
     def rematted(*args: Any, **kwargs: Any) -> Any:
@@ -215,20 +216,20 @@ def remat(f: Function, policy: Any = None) -> Function:
 
 
 def _parted(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arrays among the leaves, and what puts such arrays in their place."""
+    """The arrays among the leaves, and a function that rebuilds the tree from such arrays."""
     leaves, spec = jax.tree_util.tree_flatten(tree)
     others = [None if _is_array(x) else (x,) for x in leaves]
 
     def joined(arrays: list[Any]) -> Any:
-        given = iter(arrays)
-        full = [next(given) if x is None else x[0] for x in others]
+        it = iter(arrays)
+        full = [next(it) if x is None else x[0] for x in others]
         return jax.tree_util.tree_unflatten(spec, full)
 
     return [x for x in leaves if _is_array(x)], joined
 
 
 def saved_residuals(f: Function, *args: Any, **kwargs: Any) -> list[Any]:
-    """What ``jax.ad_checkpoint.print_saved_residuals`` prints, as values."""
+    """The list that ``jax.ad_checkpoint.print_saved_residuals`` prints, as `Residual` s."""
     found = []
     for value, text in _jax.saved_residuals(f, *args, **kwargs):
         source = text.removeprefix("from ").removeprefix("the ")
@@ -252,20 +253,20 @@ def _is_array(x: Any) -> bool:
 
 
 def _jax_policy(policy: Any) -> JaxPolicy | None:
-    """The policy of ``jax.checkpoint`` that means the same.
+    """The policy of ``jax.checkpoint`` with the same meaning.
 
     Raises:
-        TypeError: JAX has none.
+        TypeError: JAX has no such policy.
     """
     if policy is None:
         return None
     translated = _translate(policy)
     if translated is None:
         raise TypeError(
-            f"functx.remat: policy={policy!r} has no counterpart for JAX arrays. Of"
-            " functx.checkpoint_policies, those that are in jax.checkpoint_policies too have one"
-            " (but save_anything_except_these_names), what | makes of them, and what & and ~ make"
-            " of those that know no names"
+            f"functx.remat: policy={policy!r} has no counterpart for JAX arrays. These policies of"
+            " functx.checkpoint_policies have one: those that are in jax.checkpoint_policies too"
+            " (except save_anything_except_these_names), their combinations by |, and combinations"
+            " by & and ~ of those that do not depend on names"
         )
     return translated
 
@@ -309,9 +310,9 @@ def _combined(
         return None
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        said = (p(primitive, *avals, **params) for p in (first, second))
-        # An answer is true if the value is kept: JAX's "recompute" is an object, too.
-        return rule(*(type(x).__name__ != "RecomputeType" and x for x in said))
+        answers = (p(primitive, *avals, **params) for p in (first, second))
+        # JAX's answer "recompute" is an object, which would count as true.
+        return rule(*(type(x).__name__ != "RecomputeType" and x for x in answers))
 
     return policy
 

@@ -1,11 +1,14 @@
-"""Loops over JAX arrays that keep a few of their carries: scans in scans, in ``jax.checkpoint``.
+"""Loops over JAX arrays that save a few of their carries: nested scans with ``jax.checkpoint``.
 
 NOTE [loops in JAX]
-A schedule of regions, unrolled, would be as long a program as there are steps.  Nested scans are a
-program of fixed length: ``depth`` of them, each of about ``steps ** (1 / depth)`` checkpointed
-bodies, of which the innermost is one step.  While a step is pulled back, each level holds its
-carries, and the first of a level is one of those around it; every step runs again once for each
-level.  So the depth is the least that the slots allow.
+With the schedule of regions that is used in torch, the program would be as long as the loop. Nested
+scans make a program of fixed length. There are ``depth`` scans, each with about
+``steps ** (1 / depth)`` checkpointed bodies; the innermost body is one step. While a step is pulled
+back, each level holds its carries, the first of which is also a carry of the next outer level.
+Every step runs again once for each level. So the depth is the smallest that the slots allow.
+
+What could be improved: nested scans need more slots than the schedule in torch does for the same
+number of repeated steps.
 """
 
 from __future__ import annotations
@@ -27,13 +30,14 @@ def scan(
     """``functx.remat_scan``. NOTE [loops in JAX].
 
     Raises:
-        ValueError: for fewer slots than nested scans can do with; otherwise as ``jax.lax.scan``.
+        ValueError: if there are fewer slots than nested scans need. Other errors are those of
+            ``jax.lax.scan``.
     """
     sizes = {jnp.shape(x)[0] for x in jax.tree.leaves(xs) if jnp.ndim(x)}
     if length is None and len(sizes) == 1:
         (length,) = sizes
     if length is None or sizes - {length} or any(not jnp.ndim(x) for x in jax.tree.leaves(xs)):
-        return lax.scan(body, carry, xs, length, reverse)  # which says what is wrong
+        return lax.scan(body, carry, xs, length, reverse)  # it raises the error
     depth = _depth("remat_scan", length, slots)
     return _advance(body, carry, xs, length, reverse, depth, _branches(length, depth))
 
@@ -45,9 +49,10 @@ def loop(
     cond: Callable[[Any], Any] | None,
     slots: int | None,
 ) -> Any:
-    """``functx.remat_loop`` of a state of arrays. NOTE [loops in JAX].
+    """``functx.remat_loop`` for a state of arrays. NOTE [loops in JAX].
 
-    Without a bound a loop with a condition is ``lax.while_loop``, which JAX can't pull back.
+    A loop with a condition and without a bound becomes ``lax.while_loop``, which JAX can't
+    differentiate in reverse mode.
     """
 
     def goes_on(state: Any) -> Any:
@@ -78,7 +83,7 @@ def _kept(steps: int, depth: int) -> int:
 
 
 def _depth(api: str, steps: int, slots: int | None) -> int:
-    """How many scans to nest: two if nothing is said, else the fewest that the slots allow."""
+    """How many scans to nest: two by default, else the fewest that the slots allow."""
     if slots is None:
         return min(2, max(1, steps - 1))
     most = max(1, (steps - 1).bit_length())
@@ -87,20 +92,20 @@ def _depth(api: str, steps: int, slots: int | None) -> int:
             return depth
     raise ValueError(
         f"{api}: {steps} steps over JAX arrays need {_kept(steps, most)} slots or more, got"
-        f" {slots}; torch tensors can do with fewer"
+        f" {slots}. Use more slots (loops over torch tensors need fewer)"
     )
 
 
 def _advance(
     step: Step, carry: Any, xs: Any, steps: int, reverse: bool, depth: int, branches: int
 ) -> tuple[Any, Any]:
-    """Some steps, by that many scans: pieces of ``branches ** (depth - 1)`` steps.
+    """Run a loop by ``depth`` nested scans, in pieces of ``branches ** (depth - 1)`` steps.
 
-    What is left over is a region of its own, so that pieces are all alike and the program stays
+    The remaining steps are a separate region, so that all pieces are equal and the program stays
     short.
     """
     if depth == 1 or steps <= 1:
-        # In a scan nothing merges a recompute with the forward.
+        # XLA does not merge a recompute with the forward across the boundary of a scan.
         body = jax.checkpoint(step, prevent_cse=False)
         return lax.scan(body, carry, xs, steps, reverse)
 
@@ -111,7 +116,7 @@ def _advance(
     pieces, rest = divmod(steps, size)
     if not pieces:
         return inner(carry, xs, steps)
-    # The left-over steps are the last that run: in front, if the loop runs backwards.
+    # The remaining steps run last. If the loop runs backwards, they are at the front.
     start = rest if reverse else 0
     cut = jax.tree.map(
         lambda x: x[start : start + steps - rest].reshape(pieces, size, *jnp.shape(x)[1:]), xs

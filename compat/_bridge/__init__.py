@@ -1,4 +1,4 @@
-"""Arrays, dtypes, containers, modules and settings, from one framework to the other."""
+"""Pass arrays, dtypes, containers, modules and settings from one framework to the other."""
 
 import jax
 

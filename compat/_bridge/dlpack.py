@@ -1,13 +1,13 @@
 """Guarded conversion of arrays between torch and JAX.
 
-Invariant: the result has exactly the values of the argument, and neither framework can see the
-other's later writes.  Conversions copy: a tensor that torch may still write to must not share
-memory with an immutable JAX array.  Lazily negated or conjugated tensors are resolved first
-(exported as they are, the sign is lost silently), strided ones are made contiguous, and values that
-JAX would narrow with 64-bit types off are refused (see ``dtypes.py``).
+Invariant: the result has exactly the values of the argument, and neither framework sees later
+writes of the other. So conversions copy: a tensor that torch may still write to must not share
+memory with an immutable JAX array. Lazily negated or conjugated tensors are resolved first
+(otherwise the export would lose the sign silently), strided ones are made contiguous, and values
+that JAX would narrow with 64-bit types off are refused (see ``dtypes.py``).
 
-Of dtypes that torch lacks, typed random keys travel as the integers they are made of, 4-bit ones
-as 8-bit integers, and floats of one byte that torch has no name for as their bits.
+Arrays with dtypes that torch lacks are encoded: typed random keys as the integers that they consist
+of, 4-bit integers as 8-bit integers, and one-byte floats without a torch dtype as their bits.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from functx._core import LoweringError
 from functx._torch.lowering import FakeTensor, is_functorch_wrapped, is_zero_tensor
 from functx.compat._bridge.dtypes import check_fits, has_torch_dtype, to_jax_dtype, torch_dtype_of
 
-# numpy has no such types of its own: their bits travel as integers of the same width.
+# numpy does not have these types. Their bits are passed as integers of the same width.
 _AS_BITS = {
     torch.bfloat16: (torch.int16, np.int16),
     torch.float8_e4m3fn: (torch.uint8, np.uint8),
     torch.float8_e5m2: (torch.uint8, np.uint8),
 }
 
-# XLA reads memory that starts at a multiple of this many bytes.
+# XLA requires memory to start at a multiple of this many bytes.
 ALIGNMENT = 64
 
 
@@ -40,12 +40,12 @@ def array_from_torch(x: Tensor, what: str = "a tensor", held: jax.Array | None =
     """Copy a torch tensor into a JAX array.
 
     Args:
-        x: a dense tensor of any shape, dtype, device and layout of strides.
-        what: names the tensor in messages.
-        held: an earlier array of the tensor, returned if it still has the tensor's values.
+        x: a dense tensor of any shape, dtype, device and strides.
+        what: the name of the tensor in messages.
+        held: an earlier array of the tensor, which is returned if it still has the same values.
 
     Returns:
-        An array of the same shape and values; ``int64`` becomes ``int32`` with x64 off, if the
+        An array of the same shape and values. With x64 off, ``int64`` becomes ``int32``, if the
         values fit.
 
     Raises:
@@ -69,7 +69,7 @@ def _same_bits(values: np.ndarray[Any, Any], array: jax.Array) -> bool:
 
 
 def _values(x: Tensor, what: str) -> np.ndarray[Any, Any]:
-    """The values of a tensor, over its memory where possible."""
+    """The values of a tensor as a numpy array, which shares its memory if possible."""
     _has_plain_data(x, what)
     x = x.detach().resolve_conj().resolve_neg().contiguous().cpu()
     if x.dtype not in _AS_BITS:
@@ -78,17 +78,17 @@ def _values(x: Tensor, what: str) -> np.ndarray[Any, Any]:
 
 
 def borrow(x: Tensor, what: str) -> jax.Array:
-    """A JAX array of a tensor's values, over the tensor's own memory where JAX can read that.
+    """A JAX array with a tensor's values, which shares the tensor's memory if JAX can read it.
 
-    The array is only right until torch writes to the tensor: wait for JAX before anyone can.
+    The array is valid until torch writes to the tensor, so wait for JAX before that can happen.
 
     Args:
-        x: a dense tensor; strided, misaligned, lazily negated or conjugated ones are copied.
-        what: names the function it is for, in messages.
+        x: a dense tensor; a strided, misaligned, lazily negated or conjugated one is copied.
+        what: the name of the function that it is an argument of, for messages.
 
     Returns:
-        An array of the same shape and values on the same device; ``int64`` becomes ``int32`` with
-        x64 off, if the values fit.
+        An array of the same shape and values on the same device. With x64 off, ``int64`` becomes
+        ``int32``, if the values fit.
 
     Raises:
         LoweringError: as :func:`array_from_torch`, or if JAX has no such device.
@@ -113,19 +113,19 @@ def borrow(x: Tensor, what: str) -> jax.Array:
     except (RuntimeError, TypeError, BufferError) as err:
         raise LoweringError(
             f"{what} is a {x.dtype} tensor on {x.device}, which this JAX (backend"
-            f" {jax.default_backend()!r}) can't read: {err}; move it with .cpu(), or install JAX"
+            f" {jax.default_backend()!r}) can't read: {err}. Move it by .cpu(), or install JAX"
             " for that device (pip install 'functx[cuda]')"
         ) from err
 
 
 def give(x: jax.Array, device: torch.device | None) -> Tensor:
-    """A tensor over the memory of a JAX array that nobody else holds or will hold.
+    """A tensor that takes over the memory of a JAX array.
 
     Args:
-        x: a concrete array with a dtype that torch has, in memory of its own: a result of a jitted
-            function that copies its results, see ``_from_jax/programs.py``.
-        device: where the tensor shall be; ``None`` leaves it where JAX has it, if torch can be
-            there.
+        x: a concrete array with a dtype that torch has. No other array may share its memory, as is
+            the case for results of `Program` (``_from_jax/programs.py``), which are copies.
+        device: the device of the tensor; ``None`` for the device of the array, if torch supports
+            it.
     """
     if x.size == 0:
         return torch.empty(x.shape, dtype=torch_dtype_of(x.dtype), device=device)
@@ -142,30 +142,30 @@ def tensor_from_jax(x: Any, device: torch.device | str | None = None) -> Tensor:
 
     Args:
         x: a concrete JAX or numpy array.
-        device: where the tensor shall live; the CPU by default.
+        device: the device of the tensor; the CPU by default.
 
     Returns:
-        A tensor of the same shape, dtype and values, which torch may write to.
+        A tensor of the same shape, dtype and values, with its own memory.
 
     Raises:
         LoweringError: for a traced array, which has no values yet, or a dtype that torch lacks.
     """
     if isinstance(x, jax.core.Tracer):
         raise LoweringError(
-            "a traced JAX array has no values to convert: convert before the JAX transform, or"
+            "a traced JAX array has no values to convert. Convert it before the JAX transform, or"
             " lower the torch function with functx.compat.to_jax"
         )
     try:
         values = np.array(x, copy=True, order="C")
     except TypeError as err:
-        raise LoweringError(f"can't be converted to a torch tensor: {err}") from err
+        raise LoweringError(f"an array can't be converted to a torch tensor: {err}") from err
     dtype = torch_dtype_of(values.dtype) if has_torch_dtype(values.dtype) else None
     if dtype in _AS_BITS:
         return torch.from_numpy(values.view(_AS_BITS[dtype][1])).view(dtype).to(device)
     try:
         return torch.from_numpy(values).to(device)
     except TypeError as err:
-        raise LoweringError(f"torch has no counterpart of the dtype {values.dtype}") from err
+        raise LoweringError(f"torch does not have the dtype {values.dtype}") from err
 
 
 def _has_plain_data(x: Tensor, what: str) -> None:
@@ -178,7 +178,7 @@ def _has_plain_data(x: Tensor, what: str) -> None:
         problem = f"has the layout {x.layout}; call .to_dense() first"
     elif type(x).__name__ == "DTensor":
         problem = (
-            "is a DTensor, whose values are spread over processes; convert the module before "
+            "is a DTensor, whose values are distributed over processes; convert the module before "
             "fully_shard or parallelize_module, or call .full_tensor() first"
         )
     elif x.is_quantized:
@@ -193,7 +193,7 @@ def is_key(x: Any) -> bool:
 
 
 def encode(x: Any) -> Any:
-    """An array that torch can hold."""
+    """Encode an array in a dtype that torch has."""
     if is_key(x):
         return jax.random.key_data(x)
     if has_torch_dtype(x.dtype):
@@ -204,7 +204,7 @@ def encode(x: Any) -> Any:
 
 
 def decoder(x: Any) -> Callable[[Any], Any] | None:
-    """What makes ``x`` from its encoding; ``None`` where that is itself."""
+    """A function that decodes the encoding of ``x``; ``None`` if ``x`` is its own encoding."""
     if is_key(x):
         impl = jax.random.key_impl(x)
         return lambda data: jax.random.wrap_key_data(data, impl=impl)

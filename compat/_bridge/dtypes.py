@@ -1,9 +1,9 @@
-"""Dtypes across the two frameworks, and what 64 bits mean when JAX has them off.
+"""Dtypes in the two frameworks, and 64-bit types when JAX has them off.
 
-Invariant: nothing is narrowed silently.  With x64 off JAX's one integer is ``int32``, so an
-``int32`` array is traced as torch's default ``int64`` (labels and indices work as in torch) and
-comes back as ``int32``; a concrete ``int64`` value must fit.  ``float64`` and ``complex128`` are
-always refused then, because precision was asked for that JAX would not give.
+Invariant: nothing is narrowed silently. With x64 off, JAX's default integer is ``int32``. So an
+``int32`` array is traced as torch's default ``int64`` (labels and indices work as in torch) and is
+returned as ``int32``; concrete ``int64`` values must fit. ``float64`` and ``complex128`` are errors
+in this case, because JAX would silently compute with less precision.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _NARROW = {
 }
 WIDE_FLOATS = (torch.float64, torch.complex128)
 WIDE_INTEGERS = (torch.int64, torch.uint64)
-ENABLE_X64 = "turn 64-bit types on with `with jax.enable_x64(True):` or the flag JAX_ENABLE_X64=1"
+ENABLE_X64 = "turn 64-bit types on by `with jax.enable_x64(True):` or the flag JAX_ENABLE_X64=1"
 
 
 def to_jax_dtype(dtype: torch.dtype) -> Any:
-    """The JAX dtype in which values of a torch dtype live right now (64 bits only if x64 is on).
+    """The JAX dtype for a torch dtype under the current settings (64 bits only if x64 is on).
 
-    A ``LoweringError`` if JAX has no such dtype.
+    Raises a ``LoweringError`` if JAX has no such dtype.
     """
     if not x64_enabled():
         dtype = _NARROW.get(dtype, dtype)
     try:
         return _JAX[dtype]
     except KeyError:
-        raise LoweringError(f"JAX has no counterpart of {dtype}") from None
+        raise LoweringError(f"JAX does not have the dtype {dtype}") from None
 
 
 def has_torch_dtype(dtype: Any) -> bool:
-    """Whether torch has this JAX dtype: not so typed random keys, and 4-bit integers."""
+    """Whether torch has this JAX dtype. It lacks, for example, typed keys and 4-bit integers."""
     return not jnp.issubdtype(dtype, jax.dtypes.extended) and np.dtype(dtype).name in _TORCH
 
 
@@ -59,23 +59,26 @@ def torch_dtype_of(dtype: Any) -> torch.dtype:
 
 
 def to_torch_dtype(dtype: Any) -> torch.dtype:
-    """The torch dtype as which a JAX array is traced; a ``LoweringError`` if torch has none."""
+    """The torch dtype with which a JAX array is traced.
+
+    Raises a ``LoweringError`` if torch has no such dtype.
+    """
     if not has_torch_dtype(dtype):
-        raise LoweringError(f"torch has no counterpart of the JAX dtype {dtype}")
+        raise LoweringError(f"torch does not have the JAX dtype {dtype}")
     out = torch_dtype_of(dtype)
     return torch.int64 if out is torch.int32 and not x64_enabled() else out
 
 
 def check_fits(values: np.ndarray[Any, Any], what: str) -> None:
-    """Refuse concrete values that x64 off would change: 64-bit floats, integers beyond 32 bits.
+    """Raise an error for values that JAX would narrow: 64-bit floats, integers beyond 32 bits.
 
-    ``what`` names them in the message.
+    ``what`` is the name of the values in the message.
     """
     if x64_enabled():
         return
     if values.dtype in (np.float64, np.complex128):
         raise LoweringError(
-            f"{what} is {values.dtype}, which JAX would narrow silently: {ENABLE_X64}, or convert"
+            f"{what} is {values.dtype}, which JAX would narrow silently; {ENABLE_X64}, or convert"
             " it to float32 first"
         )
     if values.dtype in (np.int64, np.uint64) and values.size:
@@ -84,5 +87,5 @@ def check_fits(values: np.ndarray[Any, Any], what: str) -> None:
         if low < info.min or high > info.max:
             raise LoweringError(
                 f"{what} is {values.dtype} with values in [{low}, {high}], which do not fit"
-                f" {info.dtype}: {ENABLE_X64}"
+                f" {info.dtype}; {ENABLE_X64}"
             )

@@ -1,7 +1,8 @@
-"""Containers that torch knows as pytrees and JAX does not: torch's named results, other libraries'.
+"""Register with JAX the classes that are pytrees for torch, but not for JAX.
 
-Such a type is registered with JAX when a lowered function first returns or takes one, taken apart
-and put together as torch does it, so that results keep their type (``out.logits``, ``out.values``).
+These are torch's named results and classes of other libraries. Such a class is registered when a
+lowered function first takes or returns an instance. It is flattened and unflattened as in torch, so
+results keep their type (``out.logits``, ``out.values``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class _Context:
-    """What torch keeps beside the children; JAX wants it hashable."""
+    """The context that torch returns with the children, made hashable, as JAX requires."""
 
     value: Any
 
@@ -33,7 +34,7 @@ class _Context:
 
 @contextmanager
 def endless_refused() -> Iterator[None]:
-    """Says what is wrong with a container that holds itself, where jaxlib has a SystemError."""
+    """A context that explains jaxlib's SystemError for a container that contains itself."""
     try:
         yield
     except SystemError as error:
@@ -43,10 +44,10 @@ def endless_refused() -> Iterator[None]:
 
 
 def teach_jax(tree: Any) -> bool:
-    """Register the types of a tree's leaves that only torch can take apart.
+    """Register the classes of JAX's leaves of ``tree`` that are pytrees for torch.
 
     Returns:
-        Whether there were any; the tree has more leaves now.
+        Whether there were any. If so, ``tree`` has other leaves now.
     """
     with endless_refused():
         found = {type(leaf) for leaf in jax.tree_util.tree_leaves(tree)}

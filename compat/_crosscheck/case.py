@@ -1,8 +1,8 @@
-"""What is cross-checked, as one flat function of two lists of tensors in either framework.
+"""Convert the function to cross-check to a flat function of two lists of tensors.
 
-A `Case` hides pytrees, keyword arguments, modules, integer arguments and ``in_dims``.  Its function
-takes the tensors that derivatives are taken in (`primals`) and the other tensors (`rest`), and
-returns the tensors of the result as a list; so all that is compared further on is lists.
+A `Case` hides pytrees, keyword arguments, modules, integer arguments and ``in_dims``. Its function
+takes the tensors that are differentiated (`primals`) and all other tensors (`rest`), and returns
+the tensors of the result as a list. So everything else compares lists.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Flat = Callable[[list[Any], list[Any]], list[Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """A function and its arguments, flat."""
+    """A flat function, and its arguments."""
 
     name: str
-    function: Flat  # the torch function of ``primals`` and ``rest`` to a list of tensors
-    primals: list[Tensor]  # the tensors that derivatives are taken in
+    function: Flat  # maps ``primals`` and ``rest`` to a list of tensors
+    primals: list[Tensor]  # the tensors that are differentiated
     rest: list[Tensor]  # all other tensors among the arguments
-    paths: list[str]  # where each of ``primals`` was, such as ``[0]['weight']``
-    primal_dims: list[int | None]  # for each of ``primals``, which axis numbers the examples
+    paths: list[str]  # the path of each of ``primals``, such as ``[0]['weight']``
+    primal_dims: list[int | None]  # for each of ``primals``, the axis of the examples
     rest_dims: list[int | None]  # the same for ``rest``
-    batched: bool  # whether ``function`` is that of one example
-    result_paths: list[str]  # filled by a call: where each tensor of the result is
+    batched: bool  # whether ``function`` takes one example
+    result_paths: list[str]  # the path of each tensor of the result, set when ``function`` runs
 
 
 def case_of(
@@ -53,8 +53,8 @@ def case_of(
         raise TypeError(f"crosscheck takes a torch function or module, not {what}")
     if type(f).__module__.partition(".")[0] in ("jax", "jaxlib"):
         raise TypeError(
-            "crosscheck takes the torch function and runs it in JAX by itself, not a function of"
-            " JAX; for one of those use functx.compat.from_jax"
+            "crosscheck takes a torch function, which it runs in JAX too, and not a JAX function;"
+            " convert a JAX function by functx.compat.from_jax"
         )
     name = name or str(getattr(f, "__name__", type(f).__name__))
     args = tuple(args)
@@ -71,14 +71,16 @@ def case_of(
         args, dims = (params, *args), [None, *dims]
     if not args:
         raise TypeError(
-            f"crosscheck needs the arguments of {name}, at least one by position: derivatives are"
-            " taken in the first"
+            f"crosscheck needs at least one positional argument for {name}, to differentiate with"
+            " respect to it"
         )
     try:
         several = (argnums,) if isinstance(argnums, int) else argnums
         numbers = [range(len(args))[n] for n in several]
     except IndexError:
-        raise ValueError(f"crosscheck {name}: argnums={argnums} of {len(args)} arguments") from None
+        raise ValueError(
+            f"crosscheck {name}: argnums={argnums} is out of range for {len(args)} arguments"
+        ) from None
 
     call = (args, dict(kwargs))
     leaves, spec = tree.flatten(call)
@@ -97,7 +99,8 @@ def case_of(
                 f"crosscheck converts arguments itself: pass torch tensors to {name}, not"
                 f" {package}'s {type(leaf).__name__} at {path}"
             )
-    of_argument = [n for n, arg in enumerate(args) for _ in tree.leaves(arg)]  # keywords follow
+    # The number of the argument of each leaf. Leaves of keyword arguments come after these.
+    of_argument = [n for n, arg in enumerate(args) for _ in tree.leaves(arg)]
     chosen = [i for i, n in enumerate(of_argument) if n in numbers]
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     inexact = [i for i in tensors if leaves[i].is_floating_point() or leaves[i].is_complex()]
@@ -106,8 +109,8 @@ def case_of(
     result_paths: list[str] = []
 
     def flat(primal_values: list[Any], rest_values: list[Any]) -> list[Any]:
-        given = dict(zip((*primals, *rest), (*primal_values, *rest_values)))
-        full = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
+        values = dict(zip((*primals, *rest), (*primal_values, *rest_values)))
+        full = [values.get(i, leaf) for i, leaf in enumerate(leaves)]
         positional, keywords = tree.unflatten(spec, full)
         return _tensors(f(*positional, **keywords), result_paths, name)
 
@@ -130,7 +133,8 @@ def _tensors(result: Any, paths: list[str], name: str) -> list[Tensor]:
     found = [(path, x) for path, x in every if isinstance(x, Tensor)]
     if not found:
         raise TypeError(
-            f"crosscheck compares tensors, but {name} returned {type(result).__name__} without any"
+            f"crosscheck compares tensors, but {name} returned {type(result).__name__} without"
+            " tensors"
         )
     paths[:] = [path or "result" for path, _ in found]
     return [x for _, x in found]

@@ -1,8 +1,9 @@
-"""``crosscheck``: one function, two frameworks, the same answers at the same memory?
+"""``crosscheck``: compare the results and the memory of one function in torch and in JAX.
 
-Every figure has one meaning on both sides.  Values and derivatives are compared with each other and
-with torch in float64; bytes kept at region boundaries have to be equal exactly (``kept_bytes.py``);
-torch's peak and XLA's temporary bytes are shown side by side, since they count different things.
+Every figure has the same meaning on both sides. Values and derivatives are compared with each other
+and with torch in float64. Bytes kept at region boundaries must be equal (``kept_bytes.py``).
+torch's peak and XLA's temporary bytes are only shown side by side, since they count different
+things.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ _LOG = logging.getLogger(__name__)
 
 @contextmanager
 def _wide_types() -> Iterator[None]:
-    """Run JAX with 64-bit types; an error that names options of `to_jax` says what to do here."""
+    """A context with JAX's 64-bit types on, which adds the remedy to errors of `to_jax`."""
     with jax.enable_x64(True):
         try:
             yield
         except LoweringError as error:
             if "random" in str(error):
                 error.add_note(
-                    "crosscheck: torch's generator has no counterpart in JAX. If a module with"
-                    " dropout draws from it, compare the module in eval mode: model.eval()."
-                    " In code of yours, draw from keys instead, with functx.compat.random, and"
-                    " pass the key as an argument"
+                    "crosscheck: torch's generator has no counterpart in JAX. If a module draws"
+                    " from it (for dropout), compare the module in eval mode: model.eval(). In your"
+                    " own code, draw from keys with functx.compat.random, and pass the key as an"
+                    " argument"
                 )
             elif "to_jax(" in str(error):
                 error.add_note(
-                    "crosscheck can't do that: compare a module in eval mode, net = Net().eval()"
+                    "crosscheck has no such option; compare the module in eval mode: model.eval()"
                 )
             raise
 
@@ -78,8 +79,8 @@ def crosscheck(
 ) -> Crosscheck:
     """Run a torch function and its derivatives in torch and in JAX, and compare.
 
-    Nothing is raised when numbers differ; the object that is returned says how, and its
-    ``assert_agrees()`` raises.  JAX runs with 64-bit types on, so that no dtype changes on the way.
+    Different numbers are not an error. The result shows them, and its ``assert_agrees()`` raises an
+    error. JAX runs with 64-bit types on, so that no dtype is narrowed.
 
     ======================  =====================================================================
     transform               compared
@@ -93,40 +94,40 @@ def crosscheck(
     ``hessian``             the second derivatives of the result, reduced to a number
     ======================  =====================================================================
 
-    A result that is not one number is reduced by its product with fixed normal numbers; with
-    ``in_dims``, by the mean of that over the examples.
+    A result that is not a single number is reduced by its inner product with fixed normal numbers;
+    with ``in_dims``, by the mean of these products over the examples.
 
     Args:
         f: a torch function of pytrees of tensors, or a module, whose parameters are then the first
             argument; it may contain `functx.remat`.
         *args: its arguments, pytrees with torch tensors.
         transforms: which of the above; by default ``value`` and ``grad`` (with ``in_dims`` also
-            ``vmap(grad)``), or ``value`` alone if nothing can be differentiated.
-        rtol: the difference allowed, relative to the largest entry of a tensor; by default 2e-5 in
-            float32, 1e-11 in float64, 2e-2 in float16, 1e-1 in bfloat16; where torch's own result
-            is farther than a fourth of that from its float64 result, four times that distance, up
-            to 0.1.
-        atol: the absolute difference allowed on top.
-        argnums: which positional arguments derivatives are taken in, by their real and complex
-            tensors; of a module, 0 is its parameters.
-        in_dims: as in `functx.vmap` (without an entry for a module's parameters); then ``f`` is the
-            function of one example.
-        kwargs: keyword arguments of ``f``; the examples share them.
+            ``vmap(grad)``), or only ``value`` if nothing can be differentiated.
+        rtol: the largest difference allowed, relative to the largest entry of a tensor. The default
+            is 2e-5 in float32, 1e-11 in float64, 2e-2 in float16, and 1e-1 in bfloat16. If torch's
+            own result differs from its float64 result by more than a fourth of that, four times
+            this difference is allowed, up to 0.1.
+        atol: an absolute difference that is allowed in addition.
+        argnums: which positional arguments to differentiate with respect to, in their real and
+            complex tensors; for a module, 0 means its parameters.
+        in_dims: as in `functx.vmap` (without an entry for a module's parameters). Then ``f`` takes
+            one example.
+        kwargs: keyword arguments of ``f``, which all examples share.
         peak: whether to measure torch's peak and XLA's temporary bytes.
-        repeats: how many times to run each for the times in seconds; 0 measures none.
-        locate: whether to find the first operation that differs, if numbers do.
-        compiled: whether to run each also as `functx.jit` traces and compiles it, and to compare
-            four ways in a row: eager, the trace, the compiled function and JAX.  What is neither
-            True nor False is the ``backend`` of `functx.jit`.
-        name: names the comparison; by default that of ``f``.
+        repeats: how often to run each transform to measure its time; 0 measures no times.
+        locate: whether to find the first operation that differs, if numbers differ.
+        compiled: whether to compare four ways to compute each transform: in eager, the trace of
+            `functx.jit`, its compiled function, and JAX. A value other than True and False is the
+            ``backend`` of `functx.jit`.
+        name: the name of the comparison; by default that of ``f``.
 
     Returns:
         A `Crosscheck`: prints as a table, ``.to_json(path)``, ``.to_html(path)``,
         ``.assert_agrees()``.
 
     Raises:
-        TypeError: if ``f`` is no torch function, there is no argument, an argument is an array of
-            another framework, or a derivative is asked for where there is none.
+        TypeError: if ``f`` is not a torch function, has no arguments, has an array of another
+            framework as an argument, or can't be differentiated as requested.
         ValueError: for unknown transforms, or ``argnums`` or ``in_dims`` that don't fit.
         LoweringError: if ``f`` can't be expressed in JAX.
         functx.TracingError: with ``compiled``, if `functx.jit` can't trace ``f``.
@@ -212,7 +213,7 @@ def _ways(
     compare: Callable[[Sequence[Any]], Difference],
     from_jax: Difference,
 ) -> dict[str, Way]:
-    """One quantity in eager, traced, compiled and in JAX."""
+    """The figures of one transform for the four ways: eager, traced, compiled and JAX."""
     eager = partial(run, *args)
     products = count(eager, program)
     trace, graphs = traced(run, args, peak)
@@ -234,7 +235,7 @@ def _arrays(xs: Sequence[Tensor]) -> list[Any]:
 def _kept(
     ours: Library, theirs: Library, lowered: Lowered, jax_args: tuple[list[Any], list[Any]]
 ) -> tuple[Kept, Kept]:
-    """Bytes kept of the loss at region boundaries, in torch and in JAX."""
+    """The bytes that the pullback of the loss keeps at region boundaries, in torch and in JAX."""
     case = ours.case
     program = lowered.program(*_first_example(case, jax_args))
 
@@ -248,7 +249,7 @@ def _kept(
 
 
 def _first_example(case: Case, args: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:
-    """The arguments of one call of the case's function, of tensors or of arrays."""
+    """The arguments for one call of the case's function: those of the first example."""
     dims = (case.primal_dims, case.rest_dims)
     first = [
         [x if d is None else x[(slice(None),) * (d % x.ndim) + (0,)] for x, d in zip(xs, ds)]
@@ -260,4 +261,4 @@ def _first_example(case: Case, args: Sequence[Sequence[Any]]) -> tuple[list[Any]
 def _seconds(run: Callable[[], Any], repeats: int) -> float | None:
     if not repeats:
         return None
-    return min(timeit.repeat(run, number=1, repeat=repeats + 1)[1:])  # the first warms up
+    return min(timeit.repeat(run, number=1, repeat=repeats + 1)[1:])  # the first is a warm-up

@@ -1,9 +1,9 @@
-"""The transforms that can be cross-checked, each said once for both frameworks.
+"""The transforms that can be cross-checked, each defined once for both frameworks.
 
-A transform is a function of a `Library`, which is functx or JAX: what differs between the two is in
-there.  A result that is not one number is made one before it is differentiated: by its product with
-fixed numbers (about normal, a few bits each, so that they are the same in every dtype), since a
-plain sum would hide that a softmax, say, is wrong.
+A transform is a function of a `Library`, which is functx or JAX and contains all that differs
+between them. A result that is not a single number is reduced before it is differentiated: by its
+inner product with fixed numbers (about normal, with a few bits each, so that they are exact in
+every dtype). A plain sum would hide errors, for example in a softmax, whose sum is constant.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ Numbers = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Library:
-    """One framework's transforms, and the case in it."""
+    """The transforms of one framework, and the function of the case in it."""
 
     case: Case
-    one: Function  # the function of the case in this framework, of one example if it is batched
+    one: Function  # the function of the case; if the case is batched, it takes one example
     module: Any  # `functx` or `jax`
 
     def value(self, primals: Any, rest: Any) -> Any:
-        """The results: of all examples, if the case is batched."""
+        """The results; for all examples, if the case is batched."""
         return self.over_examples(self.one)(primals, rest)
 
     def inexact_results(self, primals: Any, rest: Any) -> list[Any]:
-        """Of the results those that have derivatives."""
+        """The results that have derivatives."""
         return [x for x in self.value(primals, rest) if _inexact(x)]
 
     def over_examples(self, f: Function) -> Function:
-        """``f`` of every example, or ``f`` itself."""
+        """``f`` mapped over the examples, or ``f`` itself if the case is not batched."""
         if not self.case.batched:
             return f
         vmapped: Function = self.module.vmap(f, (self.case.primal_dims, self.case.rest_dims))
         return vmapped
 
     def scalar(self, primals: Any, rest: Any) -> Any:
-        """One number for one call of ``one``."""
+        """The results of ``one``, reduced to one number."""
         total = None
         for n, x in enumerate(self.one(primals, rest)):
             if not _inexact(x):
@@ -57,13 +57,13 @@ class Library:
         return total
 
     def loss(self, primals: Any, rest: Any) -> Any:
-        """One number for all examples: the mean."""
+        """The mean of `scalar` over all examples."""
         if not self.case.batched:
             return self.scalar(primals, rest)
         return self.over_examples(self.scalar)(primals, rest).mean()
 
     def tangents(self, primals: Sequence[Any]) -> list[Any]:
-        """A direction in the primals, the same for both frameworks."""
+        """Tangents for the primals, the same in both frameworks."""
         return [_like(_numbers(x.shape, 1000 + n), x) for n, x in enumerate(primals)]
 
 
@@ -74,19 +74,19 @@ def _inexact(x: Any) -> bool:
 
 
 def _like(numbers: Numbers, x: Any) -> Any:
-    """An array of the framework and dtype of another."""
+    """Convert numbers to the framework and dtype of ``x``."""
     if isinstance(x, torch.Tensor):
         return torch.from_numpy(numbers).to(x.device, x.dtype)
     return jnp.asarray(numbers).astype(x.dtype)
 
 
 def _weights(shape: Sequence[int], number: int) -> Numbers:
-    # Scaled, so that the sum does not grow with the number of entries; by a power of two.
+    # Scale by a power of two, so that the sum does not grow with the number of entries.
     return _numbers(shape, number) * 2.0 ** -round(math.log2(max(1, math.prod(shape))) / 2)
 
 
 def _numbers(shape: Sequence[int], number: int) -> Numbers:
-    """Fixed numbers, about normal, multiples of 1/16 and so exact in every dtype."""
+    """Fixed, about normal numbers. They are multiples of 1/16, and so exact in every dtype."""
     found = np.random.default_rng(number).standard_normal(tuple(shape))
     return np.asarray(np.round(np.clip(found, -3, 3) * 16) / 16)
 
@@ -117,36 +117,34 @@ TRANSFORMS: dict[str, Callable[[Library], Function]] = {
 
 
 def chosen(transforms: Sequence[str] | None, case: Case, differentiable: bool) -> tuple[str, ...]:
-    """The transforms asked for, which the case must allow, or those that it allows."""
+    """The requested transforms, or the default ones. Raises an error if the case forbids one."""
     if transforms is None:
         if not differentiable:
             return ("value",)
         return ("value", "grad", "vmap(grad)") if case.batched else ("value", "grad")
     names = (transforms,) if isinstance(transforms, str) else tuple(transforms)
     if not names:
-        raise ValueError(
-            f"crosscheck: no transform was asked for; there are {', '.join(TRANSFORMS)}"
-        )
+        raise ValueError(f"crosscheck: transforms is empty; choose from {', '.join(TRANSFORMS)}")
     for name in names:
         if name not in TRANSFORMS:
             raise ValueError(
-                f"crosscheck knows no transform {name!r}; there are {', '.join(TRANSFORMS)}"
+                f"crosscheck: unknown transform {name!r}; choose from {', '.join(TRANSFORMS)}"
             )
         if name == "vmap(grad)" and not case.batched:
             raise ValueError(
-                "crosscheck: vmap(grad) needs in_dims (--in-dims), which says what an example is;"
-                " then the function is that of one example"
+                "crosscheck: vmap(grad) needs in_dims (--in-dims), the axes of the examples; the"
+                " function must then take one example"
             )
         if name != "value" and not differentiable:
             raise TypeError(
                 f"crosscheck: {name} of {case.name} needs a real or complex tensor among the"
-                " arguments that argnums (--argnums) chooses, and one in the result;"
-                " transforms=('value',), or --transforms value, compares the values alone"
+                " arguments that argnums (--argnums) chooses, and one in the result. Use"
+                " transforms=('value',), or --transforms value, to compare only values"
             )
     return names
 
 
 def as_torch_says(name: str, theirs: Sequence[Any]) -> list[Any]:
-    """JAX's derivatives in torch's convention: gradients in complex numbers are conjugated."""
+    """JAX's derivatives in torch's convention, with conjugated gradients of complex numbers."""
     gradients = name in ("grad", "vmap(grad)", "hvp")
     return [x.conj() if gradients and jnp.iscomplexobj(x) else x for x in theirs]

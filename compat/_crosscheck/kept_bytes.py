@@ -1,21 +1,22 @@
-"""Bytes kept at region boundaries, measured in each framework by its own means.
+"""Measure the bytes that are kept at region boundaries, in each framework by its own means.
 
-Both sides answer one question: of the arrays that entered an outermost ``remat`` region, which does
-the pullback keep alive, and how many bytes are they?  In torch, a tensor is kept whose storage is
-still alive after the arguments and all results were dropped.  In JAX, an array is kept that is a
-leaf of the function that ``jax.vjp`` returns.  Neither is derived from the other, from shapes or
+Both sides answer the same question: which of the arrays that enter an outermost ``remat`` region
+does the pullback keep alive, and how many bytes are they? In torch, a tensor is kept if its storage
+is still alive after the arguments and all results were dropped. In JAX, an array is kept if it is a
+leaf of the function that ``jax.vjp`` returns. Neither is derived from the other, from shapes, or
 from the graph.
 
-A view in torch shares its storage, where JAX makes a new array.  An array that holds exactly the
-bytes of an argument (reshaped) counts as that argument on both sides, a part of one (a slice) as an
-activation, and a view of an activation counts with the bytes that it shows; those of the whole
-storages are given as well, in which a slice of an argument is nothing in torch.
+In torch, a view shares its storage; in JAX it is a new array. To make both comparable, an array
+with exactly the bytes of an argument (reshaped) counts as that argument on both sides. A part of an
+argument (a slice) counts as an activation. A view of an activation counts with the bytes of the
+view; the bytes of whole storages are reported separately, and there a slice of an argument in torch
+counts as nothing.
 
-What a policy saves inside a region did not enter it, and does not count.
+Values that a policy saves inside a region do not enter it, so they do not count.
 
-Arrays that several regions take count once, for the first of them.  Arguments (parameters and data)
-and activations are counted apart; tensors that the function closes over are alive anyway and count
-as neither.
+An array that several regions take counts once, for the first of them. Arguments (parameters and
+data) and activations are counted separately. Tensors that the function closes over are alive
+anyway, and count as neither.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from functx.compat._jax import buffer_pointer, concrete
 
 @dataclass(frozen=True)
 class RegionResiduals:
-    """What a pullback keeps of the arrays that one region was the first to take.
+    """The bytes that a pullback keeps of arrays that entered this region first.
 
     Attributes:
-        name: of the region's function.
-        activations: bytes computed by the function that is differentiated.
+        name: the name of the region's function.
+        activations: bytes that the differentiated function computed.
         arguments: bytes of its arguments.
-        integers: bytes of activations that have no derivative: integers and masks.
+        integers: bytes of activations without derivatives: integers and masks.
     """
 
     name: str
@@ -58,16 +59,16 @@ class RegionResiduals:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a pullback keeps of the arrays that entered its regions.
+    """The bytes that a pullback keeps of the arrays that entered its regions.
 
     Attributes:
-        activations: bytes computed by the function.
+        activations: bytes that the function computed.
         arguments: bytes of the function's arguments.
         regions: how many outermost regions ran.
-        by_region: the same of each region, in the order in which they ran.
-        storages: bytes of the buffers that hold the activations; in torch those of whole storages,
-            of which a region may have taken views.
-        integers: bytes of activations that have no derivative: integers and masks.
+        by_region: the same for each region, in the order in which they ran.
+        storages: bytes of the buffers of the activations. In torch these are whole storages, of
+            which regions may have taken views.
+        integers: bytes of activations without derivatives: integers and masks.
     """
 
     activations: int
@@ -78,7 +79,7 @@ class Kept:
     integers: int = 0
 
 
-Buffer = tuple[int, int, int, Any]  # address or storage, offset, bytes, and their order
+Buffer = tuple[int, int, int, Any]  # address or storage, offset, bytes, and layout
 View = tuple[int, int, Any]  # the same without the offset
 
 
@@ -88,18 +89,22 @@ def _kept(
     outside: set[View],
     integers: set[Buffer],
 ) -> Kept:
-    """Sum up what each region keeps: of the buffers that each took, those that live.
+    """Sum the bytes that each region keeps.
 
-    ``ours`` are those of arguments, ``outside`` those of what the function closes over, and
-    ``integers`` hold no numbers that have derivatives.
+    Args:
+        entered: for each region, its name and the buffers that it took and that are alive.
+        ours: the arguments.
+        outside: the tensors that the function closes over.
+        integers: the buffers without derivatives.
     """
     seen: set[Buffer] = set()
     regions = []
     for name, taken in entered:
         new = taken - seen
-        made = {b for b in new if _view(b) not in ours | outside}
-        given = {b for b in new if _view(b) in ours}
-        sizes = (sum(b[2] for b in buffers) for buffers in (made, given, made & integers))
+        activations = {b for b in new if _view(b) not in ours | outside}
+        arguments = {b for b in new if _view(b) in ours}
+        kinds = activations, arguments, activations & integers
+        sizes = (sum(b[2] for b in buffers) for buffers in kinds)
         regions.append(RegionResiduals(name, *sizes))
         seen |= taken
     return Kept(
@@ -114,9 +119,9 @@ def _kept(
 def kept_by_torch(
     f: Callable[..., Any], args: Sequence[Sequence[Tensor]], closed_over: Sequence[Tensor]
 ) -> Kept:
-    """Bytes that ``functx.vjp`` keeps, from storages that are still alive.
+    """The bytes that ``functx.vjp`` keeps, from storages that are still alive.
 
-    ``f`` gives a scalar, and is differentiated in its first argument; tensors that are
+    ``f`` returns a scalar and is differentiated with respect to its first argument. Tensors in
     ``closed_over`` do not count.
     """
     entered: list[tuple[str, dict[Buffer, tuple[StorageWeakRef, int]]]] = []
@@ -124,7 +129,7 @@ def kept_by_torch(
     outer = 0  # the level at which f is differentiated
 
     def record(inputs: list[Tensor], name: str, level: int) -> None:
-        if level != outer:  # a derivative that f takes itself
+        if level != outer:  # this region is in a derivative that f takes itself
             return
         integers.update(_buffer(base_of(x)) for x in inputs if not has_derivatives(x))
         storages = [(_buffer(x), x.untyped_storage()) for x in map(base_of, inputs)]
@@ -151,14 +156,14 @@ def kept_by_torch(
     ]
     del pullback
     whole = {k[0]: size for _, buffers in live for k, size in buffers.items()}
-    known = {storage for storage, *_ in ours | outside}
-    held = sum(size for storage, size in whole.items() if storage not in known)
+    not_counted = {storage for storage, *_ in ours | outside}
+    held = sum(size for storage, size in whole.items() if storage not in not_counted)
     kept = _kept([(name, {*found}) for name, found in live], ours, outside, integers)
     return replace(kept, storages=held)
 
 
 def _buffer(x: Tensor) -> Buffer:
-    order = () if x.is_contiguous() else (*x.shape, *x.stride())  # none: as they are stored
+    order = () if x.is_contiguous() else (*x.shape, *x.stride())  # () for contiguous tensors
     return _torch.storage_of(x), int(x.storage_offset()), x.nbytes, order
 
 
@@ -167,9 +172,12 @@ def _view(buffer: Buffer) -> View:
 
 
 def _passing(x: Any, arrays: list[Any]) -> Any:
-    """``x``; the concrete array that it is when a function is differentiated eagerly is noted."""
+    """Return ``x``, and append the concrete array behind it to ``arrays``.
+
+    With an eager ``jax.vjp``, the derivative rule of ``passing`` gets that array.
+    """
     x_now = concrete(x)
-    if not isinstance(x_now, jax.core.Tracer):  # no derivative is taken of it
+    if not isinstance(x_now, jax.core.Tracer):  # it is not differentiated
         arrays.append(x_now)
         return x
 
@@ -179,7 +187,7 @@ def _passing(x: Any, arrays: list[Any]) -> Any:
 
     @passing.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        # Public API hands over the primal here; with an eager vjp it is the array itself.
+        # The public API passes the primal; with an eager vjp it is the array itself.
         arrays.append(concrete(primals[0]))
         return primals[0], tangents[0]
 
@@ -191,9 +199,9 @@ def kept_by_jax(
     args: Sequence[Sequence[jax.Array]],
     closed_over: Sequence[jax.Array],
 ) -> Kept:
-    """Bytes that ``jax.vjp`` keeps, from the leaves of the function that it returns.
+    """The bytes that ``jax.vjp`` keeps, from the leaves of the function that it returns.
 
-    ``observed`` gives the lowered function, given an observer of operands (``Lowered.observed``).
+    ``observed`` makes the lowered function for an observer of operands (``Lowered.observed``).
     """
     regions: list[tuple[str, list[Any]]] = []
 
@@ -210,9 +218,9 @@ def kept_by_jax(
         (name, {(k, 0, sizes[k], ()) for k in map(buffer_pointer, arrays) if k in sizes})
         for name, arrays in regions
     ]
-    given = [x for arrays in args for x in arrays]
-    entered = [x for _, arrays in regions for x in arrays if _is_reshaped(x, given)]
-    ours = {(buffer_pointer(x), x.nbytes, ()) for x in (*given, *entered)}
+    arguments = [x for arrays in args for x in arrays]
+    reshaped = [x for _, arrays in regions for x in arrays if _is_reshaped(x, arguments)]
+    ours = {(buffer_pointer(x), x.nbytes, ()) for x in (*arguments, *reshaped)}
     outside = {(buffer_pointer(x), x.nbytes, ()) for x in closed_over}
     whole = [x for x in leaves if not jnp.issubdtype(x.dtype, jnp.inexact)]
     integers = {(buffer_pointer(x), 0, x.nbytes, ()) for x in whole}
@@ -220,6 +228,6 @@ def kept_by_jax(
     return replace(kept, storages=kept.activations)
 
 
-def _is_reshaped(x: jax.Array, given: Sequence[jax.Array]) -> bool:
-    same = [a for a in given if (a.dtype, a.nbytes) == (x.dtype, x.nbytes)]
+def _is_reshaped(x: jax.Array, arguments: Sequence[jax.Array]) -> bool:
+    same = [a for a in arguments if (a.dtype, a.nbytes) == (x.dtype, x.nbytes)]
     return any(np.asarray(a).tobytes() == np.asarray(x).tobytes() for a in same)

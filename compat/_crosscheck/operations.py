@@ -1,10 +1,10 @@
-"""Which operation is the first whose numbers differ between torch and JAX.
+"""Find the first operation whose numbers differ between torch and JAX.
 
-The lowered graph is run operation by operation on both sides.  Each is given torch's operands, so
-that what one operation does wrong is not charged to those after it; then, if none is wrong by
-itself, JAX is given its own results, which shows where rounding adds up to more than was allowed.
-Derivatives are compared in the same way: the pullback of each operation, at torch's operands and
-a fixed cotangent.
+The lowered graph runs operation by operation on both sides. In a first pass, both sides get torch's
+operands, so that an error does not spread to later operations. If no operation differs, JAX gets
+its own results in a second pass, which shows where rounding differences add up to more than is
+allowed. Derivatives are compared in the first pass: the pullback of each operation, for torch's
+operands and a fixed cotangent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from functx.compat._to_jax import (
     source_of,
 )
 
-# What has no values yet.
+# Operations that return uninitialized memory, whose values are not compared.
 _UNSET = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 
@@ -45,14 +45,14 @@ class Operation:
     """An operation of the lowered graph whose numbers differ.
 
     Attributes:
-        name: of the ATen operation.
-        what: ``"value"``, ``"derivative"``, or ``"rounding"`` if it is only its operands that had
-            drifted apart.
-        source: the line of the user's code that it comes from, if known.
-        number: its place among the operations that were run, from 1.
-        operands: shapes and dtypes.
-        region: names of the regions around it, outermost first.
-        difference: between the results.
+        name: the name of the ATen operation.
+        what: ``"value"``, ``"derivative"``, or ``"rounding"`` if only its operands have drifted
+            apart.
+        source: the line of user code that it comes from, if known.
+        number: its position among the operations that ran, from 1.
+        operands: shapes and dtypes of its operands.
+        region: the names of the regions around it, outermost first.
+        difference: the difference between the results.
     """
 
     name: str
@@ -64,9 +64,9 @@ class Operation:
     difference: Difference
 
     def __str__(self) -> str:
-        said = {
-            "value": "gives other values",
-            "derivative": "has another derivative",
+        finding = {
+            "value": "has different values",
+            "derivative": "has different derivatives",
             "rounding": "is where rounding differences have added up",
         }[self.what]
         d = self.difference
@@ -77,7 +77,7 @@ class Operation:
         line = f": `{self.source.text}`" if self.source and self.source.text else ""
         inside = f", in the region {' / '.join(self.region)}" if self.region else ""
         return (
-            f"operation {self.number}, {self.name}({self.operands}), {said}:"
+            f"operation {self.number}, {self.name}({self.operands}), {finding}:"
             f" {far}{inside}{where}{line}"
         )
 
@@ -86,16 +86,16 @@ class Operation:
 class _Walk:
     """One pass over the graph."""
 
-    rtol: float | None  # None for the dtype's
+    rtol: float | None  # None for the default of the dtype
     atol: float
     derivatives: bool  # whether to compare pullbacks as well
-    drifting: bool  # whether JAX goes on from its own results
-    number: int = 0  # of operations run so far
+    drifting: bool  # whether JAX continues with its own results
+    number: int = 0  # how many operations have run
 
     def run(
         self, module: GraphModule, ours: Sequence[Any], theirs: Sequence[Any], path: tuple[str, ...]
     ) -> Generator[Operation, None, tuple[list[Any], list[Any]]]:
-        """Yield the operations that differ; the outputs on both sides are returned."""
+        """Yield the operations that differ; returns the outputs on both sides."""
         env: dict[Node, Any] = {}
         env_jax: dict[Node, Any] = {}
         feed = iter(zip(ours, theirs))
@@ -120,11 +120,11 @@ class _Walk:
     def _operation(
         self, node: Node, env: dict[Node, Any], env_jax: dict[Node, Any], path: tuple[str, ...]
     ) -> Iterator[Operation]:
-        """Run one operation; a custom autograd Function is one, with derivatives of its own."""
+        """Run one operation. A custom autograd Function counts as one operation."""
         self.number += 1
         function = custom_function_of(node)
-        given = (node.args if function is None else node.args[1:], node.kwargs)
-        args, kwargs = map_arg(given, env.__getitem__)
+        nodes = (node.args if function is None else node.args[1:], node.kwargs)
+        args, kwargs = map_arg(nodes, env.__getitem__)
         call: Any = node.target if function is None else function.results
         env[node] = call(*args, **kwargs)
         converted = {n: _arrays(env[n]) for n in node.all_input_nodes if n in env}
@@ -149,7 +149,7 @@ class _Walk:
         return None if found.agrees else found
 
     def _compare_pullbacks(self, node: Node, args: Any, kwargs: Any) -> Difference | None:
-        """Compare what the operation's pullbacks make of one cotangent."""
+        """Compare the results of the operation's pullbacks for one cotangent."""
         primals = [x for x in _tensors((args, kwargs)) if _real(x)]
         used = _used(node)
         outs = [x for x in used(node.meta.get("val")) if _real(x)]
@@ -175,16 +175,16 @@ class _Walk:
             pullback: Any = torch.func.vjp(torch_side, *primals)[1]
             ours = list(pullback(cotangents))
         except (RuntimeError, NotImplementedError):
-            return None  # torch has no derivative of it
+            return None  # torch has no derivative for it
         pullback = jax.vjp(jax_side, *[array_from_torch(x) for x in primals])[1]
         theirs = list(pullback([array_from_torch(x) for x in cotangents]))
         return self._compare(ours, theirs)
 
 
 def _used(node: Node) -> Callable[[Any], list[Any]]:
-    """Picks the tensors that the graph uses from the results of an operation.
+    """A function that selects, from the results of an operation, the tensors that the graph uses.
 
-    Statistics that an operation saves for its backward pass are results without derivatives.
+    The others are statistics for the operation's backward pass, which have no derivatives.
     """
     users = list(node.users)
     if not users or any(user.target is not operator.getitem for user in users):
@@ -205,7 +205,7 @@ def _tensors(tree: Any) -> list[Any]:
 
 
 def _replaced(tree: Any, feed: Iterator[Any]) -> Any:
-    """``tree`` with its real tensors replaced."""
+    """``tree`` with its real tensors replaced by those of ``feed``."""
     return tree_map(lambda x: next(feed) if _real(x) else x, tree)
 
 
@@ -220,9 +220,9 @@ def first_difference(
     rtol: float | None,
     atol: float,
 ) -> Operation | None:
-    """The first operation that differs, of a lowered function at inputs in torch, or None.
+    """The first operation of a lowered function that differs for these inputs, or ``None``.
 
-    ``rtol`` is relative to an operation's largest result; None for what is usual for the dtype.
+    ``rtol`` is relative to an operation's largest result; ``None`` for the default of the dtype.
     """
     ours = [*inputs, *(t.detach() for t in program.captures)]
     for drifting in (False, True):

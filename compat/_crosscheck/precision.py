@@ -1,8 +1,8 @@
-"""Differences between results, in ulps, and the same function in float64 as the reference.
+"""Differences between results, in ulps, with the same function in float64 as a reference.
 
-An ulp here is the spacing of the dtype at the largest magnitude of a tensor: the unit in which an
-error is small or large for the tensor as a whole.  An entry that nearly cancels is not taken as
-wrong for having lost its own last digits.
+An ulp here is the spacing of the dtype at the largest magnitude of a tensor, so it measures an
+error relative to the tensor as a whole. An entry that nearly cancels may lose its last digits
+without counting as wrong.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.floa
 _WIDE |= dict.fromkeys((torch.complex32, torch.complex64), torch.complex128)
 _NARROWER = {str(dtype).removeprefix("torch."): dtype for dtype in _WIDE}
 _CASTS: dict[Any, Any] = dict.fromkeys((Tensor.float, Tensor.half, Tensor.bfloat16), Tensor.double)
-# What torch and JAX may differ by, relative to the largest entry: about 200 ulp of float32, for
-# sums of different order in networks some layers deep.
+# The differences that are allowed between torch and JAX, relative to the largest entry: about 200
+# ulp of float32, for sums in different orders in networks with several layers.
 RTOL = {
     torch.float16: 2e-2,
     torch.bfloat16: 1e-1,
@@ -33,33 +33,34 @@ RTOL = {
     torch.complex64: 2e-5,
     torch.complex128: 1e-11,
 }
-# Where torch's own numbers are farther than that from float64 (sums that nearly cancel, as in the
-# gradients of a network that has been trained), JAX's can't be nearer to torch's.
+# If torch's own numbers differ more than that from float64 (in sums that nearly cancel, as in the
+# gradients of a trained network), JAX's numbers will differ as much. Then allow this multiple of
+# torch's own error, ...
 _OWN_ERRORS = 4
-# But no more than this: a result without a correct digit says nothing, whatever JAX gives.
+# ... but not more than this: a comparison of results without a correct digit would mean nothing.
 _MOST_ALLOWED = 0.1
-# A tensor that, in float64, is no more than so much of the largest of its result is zero, rounded:
-# gradients of a bias that a softmax or a norm takes out again.  An ulp is that of a tensor a
-# thousandth of the largest then.
+# A tensor whose entries are below this share of the largest tensor of the result counts as zero
+# with rounding errors. An example is the gradient of a bias that a softmax or a norm cancels. Its
+# ulp is then that of a tensor with about a thousandth of the largest magnitude.
 _ZERO = 64 * torch.finfo(torch.float64).eps
 _OF_ZEROS = 2.0**-10
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far torch's and JAX's numbers are apart, over all tensors of a result.
+    """The largest differences between the numbers of torch and JAX, over all tensors of a result.
 
     Attributes:
         absolute: the largest absolute difference.
         relative: the largest difference, divided by the largest magnitude of its tensor.
         ulps: the same in units of the dtype's precision at that magnitude.
-        torch_ulps: torch's largest distance from its own float64 result, in ulps; None if the
+        torch_ulps: torch's largest difference from its own float64 result, in ulps; ``None`` if the
             function can't run in float64.
-        jax_ulps: JAX's distance from it.
-        where: the tensor that is farthest apart, as ``[0]['weight']``.
-        dtype: of that tensor.
-        allowed: the relative difference that is allowed there.
-        agrees: whether every tensor is within what is allowed.
+        jax_ulps: JAX's largest difference from torch's float64 result.
+        where: the path of the tensor that differs most, such as ``[0]['weight']``.
+        dtype: the dtype of that tensor.
+        allowed: the relative difference that is allowed for that tensor.
+        agrees: whether the difference of every tensor is allowed.
     """
 
     absolute: float
@@ -82,18 +83,24 @@ def difference(
     atol: float,
     dtypes: bool = True,
 ) -> Difference:
-    """How far torch's results and JAX's are apart, and each from torch's in float64.
+    """The difference between the results of torch and JAX.
 
-    ``reference`` has the latter.  ``paths`` name the results; if there are not as many, they are
-    numbered.  ``rtol`` is relative to the largest entry of a tensor; None for what is usual for its
-    dtype.
+    Args:
+        ours: the results of torch.
+        theirs: the results of JAX.
+        reference: the results of torch in float64, if the function can run in float64.
+        paths: the paths of the results; if there are not as many, results are numbered.
+        rtol: the allowed difference, relative to the largest entry of a tensor; ``None`` for the
+            default of its dtype.
+        atol: an absolute difference that is allowed in addition.
+        dtypes: whether dtypes must be equal. Those of derivatives need not be: torch gives the
+            product of a float32 scalar and a Python number a float64 tangent.
 
-    Another number of results, or other shapes or ``dtypes``, are an ``AssertionError``.  Dtypes of
-    derivatives need not be the same: torch gives the product of a float32 scalar and a Python
-    number a float64 tangent.
+    Raises:
+        AssertionError: the number of results, their shapes, or their dtypes differ.
     """
     if len(ours) != len(theirs):
-        raise AssertionError(f"torch gives {len(ours)} tensors and JAX {len(theirs)}")
+        raise AssertionError(f"torch returns {len(ours)} tensors and JAX {len(theirs)}")
     found = []
     top = max((_magnitude(numbers(x)) for x in ours if x.dtype in RTOL), default=0.0)
     for n, (x, y) in enumerate(zip(ours, theirs)):
@@ -119,7 +126,7 @@ def difference(
 
 
 def _most(values: Any) -> float:
-    return float(np.max(list(values)))  # of numbers with a NaN it is the NaN
+    return float(np.max(list(values)))  # NaN if one of them is NaN
 
 
 def _most_known(values: Any) -> float | None:
@@ -146,11 +153,11 @@ def _of_leaf(
     if scale <= _ZERO * top and (r is not None or ours.dtype in (torch.float64, torch.complex128)):
         scale = _OF_ZEROS * top
     eps = torch.finfo(ours.dtype).eps if inexact else 1.0
-    scale = scale if scale * eps else 1.0  # which vanishes for the smallest numbers too
+    scale = scale if scale * eps else 1.0  # for zeros, and where the product underflows
     absolute = _largest(a, b)
     errors = [None if r is None else _largest(x, r) / scale for x in (a, b)]
     allowed = (RTOL[ours.dtype] if rtol is None else rtol) if inexact else 0.0
-    if rtol is None and errors[0] is not None and np.isfinite(errors[0]):  # torch has some itself
+    if rtol is None and errors[0] is not None and np.isfinite(errors[0]):
         allowed = max(allowed, min(_OWN_ERRORS * errors[0], _MOST_ALLOWED))
     return Difference(
         absolute=absolute,
@@ -171,14 +178,14 @@ def _magnitude(x: np.ndarray[Any, Any]) -> float:
 
 
 def numbers(x: Tensor) -> np.ndarray[Any, Any]:
-    """A tensor's values as NumPy's widest of their kind."""
+    """A tensor's values as a NumPy array, in float64 or complex128 if they are inexact."""
     x = x.detach().cpu().resolve_conj().resolve_neg()
     kinds = {torch.bool: torch.int64, **_WIDE}
     return x.to(kinds.get(x.dtype, x.dtype)).numpy()
 
 
 def _largest(a: Any, b: Any) -> float:
-    """The largest distance; equal infinities, and NaN in both, are none."""
+    """The largest difference. Equal infinities, and two NaNs, do not differ."""
     same = (a == b) | ((a != a) & (b != b))
     with np.errstate(invalid="ignore"):
         if a.dtype.kind in "iu":
@@ -186,13 +193,13 @@ def _largest(a: Any, b: Any) -> float:
         else:
             apart = np.abs(a - b)
     apart = np.where(same, 0.0, apart)
-    return float(np.max(apart, initial=0.0))  # a NaN on one side only does not vanish in a maximum
+    return float(np.max(apart, initial=0.0))  # NaN if there is a NaN on one side only
 
 
 class Widened(TorchFunctionMode):
-    """Every torch function computes in float64, whatever the tensors that it is given.
+    """A function mode in which every torch function converts its arguments to float64.
 
-    So a function runs in float64 that closes over float32 parameters, or asks for float32.
+    So a function runs in float64 even if it closes over float32 parameters, or converts to float32.
     """
 
     def __torch_function__(
@@ -211,12 +218,12 @@ def _wide(x: Any) -> Any:
 
 
 def in_float64(f: Callable[..., Any], *args: list[Tensor]) -> list[Tensor] | None:
-    """What a function of lists of tensors gives in float64; None if it can't, or stays narrow."""
+    """The results of a function of lists of tensors in float64; ``None`` if it can't run in it."""
     wide = [[_wide(x) for x in xs] for xs in args]
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
-        # A region knows its tensors by sight, which a conversion at each use makes others of.
+        # Regions identify tensors by object, and the mode converts a tensor anew at each use.
         with no_regions(), Widened():
             out: list[Tensor] = list(f(*wide))
     except Exception:  # the function may insist on its dtype in any way

@@ -1,7 +1,7 @@
-"""How many matrix products a derivative takes, and how many of them are recomputed.
+"""Count the matrix products of a derivative, and how many of them are recomputed.
 
-In torch they are counted as they run, those of replays apart.  In JAX they are counted in the
-compiled program, whose operations are named after the scopes that they were traced in.
+In torch they are counted as they run, separately in replays. In JAX they are counted in the
+compiled program, where the names of operations contain the scopes in which they were traced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PRODUCTS = {
     *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear"),
     *("convolution", "_convolution", "mkldnn_convolution"),
 }
-# A product of which nothing is summed (an outer one) is a multiplication that was a dot.
+# XLA turns a product without a sum (an outer product) into a multiplication named after the dot.
 _PRODUCT_OF_XLA = re.compile(
     r"\b(?:dot|convolution)\("
     r"|custom_call_target=\"[^\"]*(?:matmul|gemm|conv)"
@@ -34,10 +34,10 @@ class Products:
     """Matrix products and convolutions of one computation.
 
     Attributes:
-        torch: that torch ran.
-        torch_recomputed: of those, in replays of regions.
-        jax: in the compiled JAX program.
-        jax_recomputed: of those, in recomputations.
+        torch: how many torch ran.
+        torch_recomputed: how many of these ran in replays of regions.
+        jax: how many the compiled JAX program contains.
+        jax_recomputed: how many of these are recomputations.
         replays: how often torch ran a region again.
     """
 
@@ -49,7 +49,7 @@ class Products:
 
 
 def products_of(operation: str, args: Sequence[Any]) -> int:
-    """How many an operation computes; kernels of attention hold several."""
+    """How many products an operation computes; kernels of attention compute several."""
     if operation.startswith("_scaled_dot_product"):
         return 5 if "backward" in operation else 2
     return sum(args[-1][:2]) if operation == "convolution_backward" else int(operation in PRODUCTS)
@@ -57,7 +57,7 @@ def products_of(operation: str, args: Sequence[Any]) -> int:
 
 class _Counter(TorchDispatchMode):
     supports_higher_order_operators = True
-    only_observes = True  # a replay need not run under it
+    only_observes = True  # tells regions that a replay need not run under this mode
 
     def __init__(self) -> None:
         super().__init__()

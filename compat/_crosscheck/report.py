@@ -1,4 +1,4 @@
-"""What a cross-check found, as an object that prints, saves and asserts."""
+"""The result of a cross-check, as an object that can be printed, saved and asserted."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _PAGE = """<!doctype html>
 
 @dataclass(frozen=True)
 class Run:
-    """What it took to compute one quantity.
+    """The memory, time and products of one transform.
 
     Attributes:
         torch_peak: peak bytes of live storages in torch.
         xla_temp: temporary bytes of the compiled JAX program.
-        torch_seconds: the fastest of the repetitions.
-        jax_seconds: the same in JAX, compiled.
+        torch_seconds: the time of the fastest run.
+        jax_seconds: the same for the compiled JAX program.
         products: matrix products and convolutions, and how many of them are recomputed.
     """
 
@@ -49,17 +49,17 @@ class Crosscheck(Printed):
     """The comparison of one function in torch and in JAX; prints as a table.
 
     Attributes:
-        name: of the function.
-        differences: by transform: ``"value"``, ``"grad"``, ``"vmap(grad)"``, ...
-        runs: memory, time and products of each of them.
-        kept_torch: bytes that torch's pullback keeps at region boundaries; None if nothing was
-            differentiated.
-        kept_jax: bytes that JAX's pullback keeps there.
-        first: the first operation that differs, if a value or derivative does and one was found.
-        searched: whether it was looked for.
+        name: the name of the function.
+        differences: the differences by transform: ``"value"``, ``"grad"``, ``"vmap(grad)"``, ...
+        runs: memory, time and products by transform.
+        kept_torch: the bytes that torch's pullback keeps at region boundaries; ``None`` if nothing
+            was differentiated.
+        kept_jax: the bytes that JAX's pullback keeps there.
+        first: the first operation that differs, if one was found.
+        searched: whether such an operation was searched for.
         environment: versions and devices.
-        ways: with ``compiled``, of each transform what it gives and takes in eager, traced,
-            compiled by `functx.jit`, and in JAX.
+        ways: with ``compiled``, the figures of each transform in eager, traced, compiled by
+            `functx.jit`, and in JAX.
     """
 
     name: str
@@ -74,11 +74,11 @@ class Crosscheck(Printed):
 
     @property
     def kept_equal(self) -> bool:
-        """Whether both frameworks keep as many bytes of activations at as many regions.
+        """Whether both frameworks keep equally many bytes of activations at equally many regions.
 
-        Arguments are alive anyway; JAX drops those that no derivative reads (a last bias, say), and
-        integers that none reads (positions, say). What passes through a region unread on its way to
-        another may be told as kept by either.
+        Arguments may differ, since they are alive anyway: JAX drops those that no derivative reads
+        (such as a last bias). Integers that no derivative reads may differ too (such as positions),
+        and so may an array that passes through a region unread, on its way to another region.
         """
         a, b = self.kept_torch, self.kept_jax
         if a is None or b is None:
@@ -87,19 +87,19 @@ class Crosscheck(Printed):
 
     @property
     def agrees(self) -> bool:
-        """Whether all numbers are within what is allowed, and the bytes kept are equal."""
+        """Whether all differences are allowed, and the kept bytes are equal."""
         return not self.problems()
 
     def problems(self, rtol: float | None = None, *, kept: bool = True) -> list[str]:
-        """What the frameworks disagree about, a sentence each.
+        """The disagreements between the frameworks, each as a sentence.
 
         Args:
             rtol: the largest difference allowed, relative to the largest magnitude of a tensor; by
-                default what the comparison was made with.
-            kept: whether the bytes kept have to be equal.
+                default that of the comparison.
+            kept: whether the kept bytes must be equal.
 
         Returns:
-            The sentences; none if torch and JAX agree.
+            The sentences; an empty list if torch and JAX agree.
         """
         found = []
         for what, d in self.differences.items():
@@ -111,9 +111,9 @@ class Crosscheck(Printed):
             found.append(f"first: {self.first}")
         elif found and self.searched:
             found.append(
-                "first: no operation; each by itself has the same values and first derivatives."
-                " What is left are second derivatives, batching, where derivatives stop, what XLA"
-                " makes of several operations, and state that is not the same at every call"
+                "first: no operation differs by itself, in its values or first derivatives. Other"
+                " possible causes are second derivatives, batching, places where derivatives stop,"
+                " XLA's fusion of several operations, and state that changes from call to call"
             )
         for what, ways in self.ways.items():
             for name in (TRACED, COMPILED):
@@ -122,41 +122,41 @@ class Crosscheck(Printed):
                     continue
                 allowed = way.allowed if rtol is None else rtol
                 found.append(
-                    f"the {what} of torch in eager and {_SAID[name]} differ at {way.where}"
+                    f"the {what} of torch in eager and {_AS[name]} differ at {way.where}"
                     f" ({way.dtype}){_how_far(way, allowed, name)}"
                 )
         a, b = self.kept_torch, self.kept_jax
         if kept and a is not None and b is not None and not self.kept_equal:
             where = [f" (first at {name}: {x} and {y})" for name, x, y in _differing(a, b)]
             found.append(
-                f"bytes kept at region boundaries differ: torch {_say(a)}, JAX {_say(b)}"
-                f"{''.join(where[:1])}; the cuts are not at the same places"
+                f"bytes kept at region boundaries differ: torch {_in_words(a)}, JAX {_in_words(b)}"
+                f"{''.join(where[:1])}; the boundaries are not at the same places"
             )
         return found
 
     def assert_agrees(
         self, rtol: float | None = None, *, kept: bool = True, msg: str | None = None
     ) -> None:
-        """Raise unless the frameworks agree.
+        """Raise an error unless the frameworks agree.
 
         Args:
             rtol: as in `problems`.
             kept: as in `problems`.
-            msg: what to say first.
+            msg: a text to put in front of the error message.
 
         Raises:
-            AssertionError: naming each quantity that differs and by how much, the operation where
-                it starts, and the regions whose bytes differ.
+            AssertionError: with each quantity that differs and by how much, the first operation
+                that differs, and the regions whose bytes differ.
         """
         __tracebackhide__ = True
         problems = self.problems(rtol, kept=kept)
         if problems:
             lines = "".join(f"\n  - {problem}" for problem in problems)
-            said = "" if msg is None else f"{msg}\n"
-            raise AssertionError(f"{said}torch and JAX disagree about {self.name}:{lines}")
+            prefix = "" if msg is None else f"{msg}\n"
+            raise AssertionError(f"{prefix}torch and JAX disagree about {self.name}:{lines}")
 
     def figures(self) -> dict[str, Any]:
-        """All figures as plain numbers, lists and dictionaries."""
+        """All figures as numbers, strings, lists and dicts."""
         return {**asdict(self), "kept_equal": self.kept_equal, "agrees": self.agrees}
 
     def to_json(self, path: str | Path) -> Path:
@@ -166,14 +166,14 @@ class Crosscheck(Printed):
         return path
 
     def to_html(self, path: str | Path) -> Path:
-        """Write a page with all figures that needs no other file, and return its path."""
-        said = self.problems()
+        """Write a self-contained page with all figures, and return its path."""
+        lines = self.problems()
         if self.first is not None and self.first.source is not None:
             source = self.first.source
-            said.append(f"\nWhere it starts:\n{source}\n    {source.text}")
-        said += ["", str(self), "", json.dumps(self.figures(), indent=1)]
+            lines.append(f"\nWhere it starts:\n{source}\n    {source.text}")
+        lines += ["", str(self), "", json.dumps(self.figures(), indent=1)]
         path = Path(path)
-        path.write_text(_PAGE.format(title=escape(self.name), text=escape("\n".join(said))))
+        path.write_text(_PAGE.format(title=escape(self.name), text=escape("\n".join(lines))))
         return path
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
@@ -196,8 +196,8 @@ class Crosscheck(Printed):
             p = run.products
             if p is not None:
                 recomputed = f"{p.torch_recomputed} and {p.jax_recomputed} recomputed"
-                said = recomputed if p.torch_recomputed or p.jax_recomputed else ""
-                yield f"{what}: matrix products", str(p.torch), str(p.jax), said
+                remark = recomputed if p.torch_recomputed or p.jax_recomputed else ""
+                yield f"{what}: matrix products", str(p.torch), str(p.jax), remark
         if self.first is not None:
             source = self.first.source
             where = f"{Path(source.file).name}:{source.line}" if source else ""
@@ -216,7 +216,7 @@ class Crosscheck(Printed):
             yield "bytes of the storages they view", f"{a.storages:,}", "", ""
 
     def rows_of_ways(self) -> Iterator[tuple[str, ...]]:
-        """The second table, with ``compiled``: quantity, eager, traced, functx.jit, JAX."""
+        """The second table, for ``compiled``: quantity, eager, traced, functx.jit, JAX."""
         for what, ways in self.ways.items():
             every = [ways[name] for name in WAYS]
             differences = [way.difference for way in every]
@@ -225,8 +225,8 @@ class Crosscheck(Printed):
                 *("" if d is None else f"{d.relative:.1e}" for d in differences),
             )
             if what != "value":
-                said = (f"{w.products} ({w.again})" if w.again else str(w.products) for w in every)
-                yield f"{what}: products (run again)", *said
+                cells = (f"{w.products} ({w.again})" if w.again else str(w.products) for w in every)
+                yield f"{what}: products (run again)", *cells
             if every[0].bytes is not None:
                 yield f"{what}: peak bytes", *(f"{way.bytes:,}" for way in every)
 
@@ -240,7 +240,7 @@ class Crosscheck(Printed):
     __repr__ = __str__
 
 
-_SAID = {TRACED: "as functx.jit traces it", COMPILED: "as functx.jit compiles it"}
+_AS = {TRACED: "as traced by functx.jit", COMPILED: "as compiled by functx.jit"}
 
 
 def _table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
@@ -253,36 +253,36 @@ def _table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 
 def _how_far(d: Difference, allowed: float, other: str = "JAX") -> str:
     if not math.isfinite(d.absolute):
-        where = "framework where the other has" if other == "JAX" else "where the other has"
-        return f": NaN or infinity in one {where} another value"
-    said = (
+        which = "framework" if other == "JAX" else "of the two"
+        return f": NaN or infinity in one {which}, where the other has another value"
+    text = (
         f" by {d.relative:.3g} relative ({d.absolute:.3g} absolute, {d.ulps:.3g} ulp), more than"
         f" rtol={allowed:g}"
     )
     if d.torch_ulps is None or d.jax_ulps is None:
-        return said
-    said += (
-        f"; from torch in float64 torch is {_ulps(d.torch_ulps)} ulp away and {other}"
+        return text
+    text += (
+        f"; torch differs from torch in float64 by {_ulps(d.torch_ulps)} ulp, and {other} by"
         f" {_ulps(d.jax_ulps)} ulp"
     )
     lost = d.torch_ulps > max(64, 4 * d.jax_ulps) and d.relative < 0.01
-    return f"{said}: it is torch that has lost precision" if lost else said
+    return f"{text}: torch has lost precision" if lost else text
 
 
 def _alike(a: Kept | RegionResiduals, b: Kept | RegionResiduals) -> bool:
-    """Whether torch (a) keeps the activations that JAX (b) does, and perhaps integers besides."""
+    """Whether torch (a) keeps the same activations as JAX (b), and perhaps more integers."""
     more = a.integers - b.integers
     return a.activations - b.activations == more >= 0
 
 
 def _differing(a: Kept, b: Kept) -> Iterator[tuple[str, str, str]]:
-    """Regions that keep other bytes of activations: names, and how many in torch and in JAX."""
+    """Regions that keep different bytes: their names, and the bytes in torch and in JAX."""
     for n, (r, s) in enumerate(zip(a.by_region, b.by_region), 1):
         if not _alike(r, s):
             yield f"region {n}, {r.name}", f"{r.activations:,}", f"{s.activations:,}"
 
 
-def _say(kept: Kept) -> str:
+def _in_words(kept: Kept) -> str:
     return (
         f"{kept.activations:,} of activations and {kept.arguments:,} of arguments in"
         f" {kept.regions} regions"

@@ -1,12 +1,13 @@
-"""The same computation four ways in a row: torch in eager, its trace, what is compiled, and JAX.
+"""Run the same computation in four ways: in eager, as a trace, compiled, and in JAX.
 
-Eager is what the others are compared with.  The trace is the graph that `functx.jit` makes, run one
-operation at a time; `functx.jit` hands the same graph to a compiler.
+The other three are compared with eager. The trace is the graph that `functx.jit` makes, run one
+operation at a time. `functx.jit` passes the same graph to a compiler.
 
-Products are *run again* that compute what another one has computed: in eager those of replays, in a
-graph those that have the operation and the operands of an earlier one, in JAX those of
-``jax.checkpoint``.  A compiled function runs again what it runs more often than the graph has
-different ones: so a compiler that merges a recomputation with the forward pass is seen.
+A matrix product is *run again* if it computes what an earlier product has computed. In eager these
+are the products of replays; in a graph, those with the operation and the operands of an earlier
+one; in JAX, those of ``jax.checkpoint``. A compiled function runs again the products that exceed
+the number of different products in the graph. This shows whether a compiler has merged a
+recomputation with the forward pass.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Way:
     """The results and the costs of one way to compute a quantity.
 
     Attributes:
-        difference: from eager; None of eager itself.
-        products: matrix products and convolutions that ran.
+        difference: the difference from eager; ``None`` for eager itself.
+        products: how many matrix products and convolutions ran.
         again: how many of them repeat an earlier one.
-        bytes: at the peak; of JAX the temporary ones of the compiled program.
+        bytes: the peak; for JAX, the temporary bytes of the compiled program.
     """
 
     difference: Difference | None
@@ -48,7 +49,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Traced:
-    """A function's graph and compiled form, once they have run: results, products and peaks."""
+    """The results, products and peak of a function that ran as a trace or compiled."""
 
     results: list[Tensor]
     products: int
@@ -57,14 +58,14 @@ class Traced:
 
 
 def traced(run: Callable[..., Any], args: Sequence[Any], peak: bool) -> tuple[Traced, list[Any]]:
-    """Run the trace of a function; the graphs come second."""
+    """Run the trace of a function. Returns its figures, and the graphs."""
     graphs: list[Any] = []
 
-    def as_it_is(graph: Any, inputs: Any) -> Any:
+    def uncompiled(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph
 
-    function = functx.jit(run, backend=as_it_is)
+    function = functx.jit(run, backend=uncompiled)
     results = tree.leaves(function(*args))
     total = again = 0
     for graph in graphs:
@@ -77,10 +78,10 @@ def traced(run: Callable[..., Any], args: Sequence[Any], peak: bool) -> tuple[Tr
 def compiled(
     run: Callable[..., Any], args: Sequence[Any], peak: bool, backend: Any, graphs: Sequence[Any]
 ) -> Traced:
-    """A function as `functx.jit` compiles it; ``graphs`` are those that it gives the compiler."""
+    """Run a function compiled by `functx.jit`. ``graphs`` are the graphs that it compiles."""
     function = functx.jit(run, backend=backend)
     results = tree.leaves(function(*args))
-    # The default, Kineto, writes lines to stderr.
+    # The default profiler, Kineto, prints to stderr.
     with profile(use_kineto=False) as events:
         function(*args)
     calls = Counter(
@@ -88,7 +89,7 @@ def compiled(
         for event in events.function_events
         if _is_product(event) and not _within_product(event)
     )
-    # How many products one call of an operation holds, the graph says.
+    # The number of products in one call of an operation is known only from the graph.
     held: dict[str, list[int]] = {}
     different = 0
     for graph in graphs:
@@ -136,21 +137,21 @@ def _in_graph(graph: Any) -> list[int]:
 
 
 def _numbers(graph: Any) -> list[Hashable]:
-    """The value that each product computes: the same for those that compute the same."""
-    known: dict[Any, int] = {}
+    """A number for the value of each product; equal for products that compute the same."""
+    numbers: dict[Any, int] = {}
     seen: dict[Hashable, int] = {}
 
     def number(node: Any) -> int:
-        return known[node]
+        return numbers[node]
 
     for node in graph.graph.nodes:
         if node.op != "call_function":
-            known[node] = len(known) + len(seen)
-            seen[node.name, "input"] = known[node]
+            numbers[node] = len(numbers) + len(seen)
+            seen[node.name, "input"] = numbers[node]
             continue
         if _name(node) in ("detach", "alias") and node.args:
-            known[node] = known[node.args[0]]
+            numbers[node] = numbers[node.args[0]]
             continue
         args = torch.fx.map_arg((node.args, node.kwargs), lambda n: ("value", number(n)))
-        known[node] = seen.setdefault((node.target, repr(args)), len(known) + len(seen))
-    return [known[n] for n in _nodes(graph)]
+        numbers[node] = seen.setdefault((node.target, repr(args)), len(numbers) + len(seen))
+    return [numbers[n] for n in _nodes(graph)]

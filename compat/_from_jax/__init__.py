@@ -1,4 +1,4 @@
-"""``from_jax``: a JAX function as a torch function, a torch operator inside."""
+"""``from_jax``: convert a JAX function to a torch function, by an operator of torch."""
 
 from functx.compat._from_jax.jax_module import module_from_jax as module_from_jax
 from functx.compat._from_jax.torch_function import from_jax as from_jax

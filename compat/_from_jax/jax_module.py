@@ -1,4 +1,4 @@
-"""``module_from_jax``: a JAX function and its parameters as an ``nn.Module``."""
+"""``module_from_jax``: make an ``nn.Module`` from a JAX function and its parameters."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def module_from_jax(
     static_argnames: str | Sequence[str] | None = None,
     enable_x64: bool = False,
 ) -> JaxModule:
-    """Make an ``nn.Module`` of a JAX function whose first argument are its parameters.
+    """Make an ``nn.Module`` from a JAX function whose first argument is its parameters.
 
-    The module trains as any other: ``parameters()`` go to a torch optimizer, ``state_dict()`` to a
-    file, and it may be a part of a larger module.
+    The module can be trained like any other: its ``parameters()`` can be passed to a torch
+    optimizer, its ``state_dict()`` can be saved, and it can be part of a larger module.
 
     Args:
         fn: a JAX function ``fn(params, *args, **kwargs)``.
-        params: a pytree as JAX knows them.  Floating point and complex arrays become parameters
-            (copies, named by their place: ``"params/Dense_0/kernel"``), other arrays buffers;
-            typed random keys and all that is no array stay as they are.
-        static_argnums: as of :func:`from_jax`; ``params`` is argument 0.
-        static_argnames: as of :func:`from_jax`.
-        enable_x64: as of :func:`from_jax`.
+        params: a pytree of JAX. Floating point and complex arrays are copied to parameters, which
+            are named by their path (``"params/Dense_0/kernel"``); other arrays become buffers.
+            Typed random keys, and leaves that are not arrays, stay unchanged.
+        static_argnums: as for :func:`from_jax`; ``params`` is argument 0.
+        static_argnames: as for :func:`from_jax`.
+        enable_x64: as for :func:`from_jax`.
 
     Returns:
-        The module; called as ``module(*args, **kwargs)``.
+        The module; call it as ``module(*args, **kwargs)``.
 
     Raises:
         TypeError: if ``fn`` is not callable.
@@ -75,10 +75,10 @@ class JaxModule(nn.Module):
                 self._leaves.append((leaf,))
                 continue
             name = jax.tree_util.keystr(path, simple=True, separator="/").replace(".", "_")
-            if hasattr(nn.Module, name):  # "half", "type", "train": modules have methods, too
+            if hasattr(nn.Module, name):  # a method of modules has this name, such as "half"
                 name += "_"
             if hasattr(self, name):
-                raise ValueError(f"module_from_jax: the name {name!r} is taken twice in params")
+                raise ValueError(f"module_from_jax: two leaves of params have the name {name!r}")
             tensor = tensor_from_jax(leaf)
             if tensor.is_floating_point() or tensor.is_complex():
                 self.register_parameter(name, nn.Parameter(tensor))
@@ -87,15 +87,15 @@ class JaxModule(nn.Module):
             self._leaves.append(name)
 
     def params(self) -> Any:
-        """The parameters as a pytree like the one the module was made of, with tensors."""
+        """The parameters as a pytree of tensors, with the structure of the original ``params``."""
         return self._rebuilt(lambda tensor: tensor)
 
     def jax_params(self) -> Any:
-        """Copies of the parameters as a pytree of JAX arrays, to go on in JAX."""
+        """Copies of the parameters as a pytree of JAX arrays."""
         return self._rebuilt(array_from_torch)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The function of the parameters and these arguments."""
+        """Call the function on the parameters and these arguments."""
         return self._function(self.params(), *args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
-"""What a function made by ``from_jax`` may be called with, one leaf at a time.
+"""Convert the leaves of the arguments of a function made by ``from_jax``.
 
-Everything that JAX would trace travels as a tensor; everything else is static.
+A leaf that JAX would trace is passed as a tensor; all other leaves are static.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functx._core import LoweringError
 from functx.compat._bridge import check_fits, decoder, encode, is_key, tensor_from_jax
 from functx.compat._jax import weakly_typed
 
-# What numbers travel as with 64-bit types off and on: all that JAX takes of them.
+# The dtypes of Python numbers in JAX, with 64-bit types off and on.
 _SCALARS: dict[type, tuple[torch.dtype, torch.dtype]] = {
     bool: (torch.bool, torch.bool),
     int: (torch.int32, torch.int64),
@@ -31,13 +31,13 @@ _SYMBOLS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.Sy
 
 @dataclass(frozen=True)
 class Leaf:
-    """What is known of one leaf of the arguments, its values aside."""
+    """One leaf of the arguments, without its values."""
 
-    key: Hashable  # its part of the signature; of what JAX does not trace the leaf, as `Static`
-    decode: Callable[[Any], Any] | None = None  # makes it from the array that travelled
+    key: Hashable  # its part of the signature; a `Static` if JAX does not trace it
+    decode: Callable[[Any], Any] | None = None  # makes the leaf from the array that was passed
 
     def value(self, arrays: Iterator[Any]) -> Any:
-        """What the function is given; takes the next of the arrays that travelled."""
+        """The leaf for the JAX function; unless it is static, it consumes one of ``arrays``."""
         if isinstance(self.key, Static):
             return self.key.value
         return next(arrays) if self.decode is None else self.decode(next(arrays))
@@ -46,22 +46,23 @@ class Leaf:
 def read_leaf(
     x: Any, device: torch.device | None, name: str, x64: bool
 ) -> tuple[Leaf, Tensor | None]:
-    """What one leaf of the arguments of function ``name`` is, and its values if JAX traces it.
+    """One leaf of the arguments of function ``name``, and a tensor of its values if it is traced.
 
-    Numbers and arrays go to ``device``.  What JAX can't take, or would narrow, is refused.
+    Numbers and arrays are moved to ``device``. Raises an error for a leaf that JAX does not accept,
+    or that it would narrow.
     """
     if isinstance(x, Tensor):
         if x.device != device:
             raise ValueError(
-                f"from_jax: {name} got tensors on {device} and on {x.device}; move them to one"
-                " device"
+                f"from_jax: {name} got tensors on {device} and on {x.device}; move all of them to"
+                " one device"
             )
         if x.is_nested:
             raise LoweringError(
-                f"from_jax: {name} got a nested tensor, which JAX has no arrays for; pad it with"
-                " torch.nested.to_padded_tensor"
+                f"from_jax: {name} got a nested tensor, which has no counterpart in JAX; pad it"
+                " with torch.nested.to_padded_tensor"
             )
-        # A shape in plain numbers: each is a signature of its own, also while torch traces.
+        # Symbolic sizes become numbers, since JAX needs a signature for each shape.
         return Leaf((tuple(map(int, x.shape)), x.dtype)), x
     if isinstance(x, (np.ndarray, np.generic)):
         check_fits(np.asarray(x), f"from_jax: an argument of {name}")
@@ -70,8 +71,8 @@ def read_leaf(
         x = x.__jax_array__()
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
-            f"from_jax: {name} got torch tensors and a value that JAX is tracing; inside JAX's"
-            " transforms call it with JAX arrays alone"
+            f"from_jax: {name} got torch tensors and a value that JAX is tracing. Inside JAX's"
+            " transforms, call it with JAX arrays only"
         )
     if isinstance(x, jax.Array):
         if is_key(x) or not (x.weak_type and x.ndim == 0):
@@ -86,8 +87,8 @@ def read_leaf(
         hash(x)
     except TypeError:
         raise TypeError(
-            f"from_jax: {name} got a {type(x).__name__}, which is neither an array nor hashable;"
-            " register it as a JAX pytree, or make it hashable to pass it as a static value"
+            f"from_jax: {name} got a {type(x).__name__}, which is neither an array nor hashable."
+            " Register it as a JAX pytree, or make it hashable to pass it as a static value"
         ) from None
     return Leaf(x if isinstance(x, Static) else Static(type(x), x)), None
 
@@ -97,15 +98,15 @@ def _as_tensor(x: Any, dtype: torch.dtype, device: torch.device | None, name: st
         limits = torch.iinfo(dtype)
         if not limits.min <= x <= limits.max:
             raise OverflowError(
-                f"from_jax: {name} got the number {x}, which is too large for {dtype}; with 64-bit"
-                " types on (from_jax(..., enable_x64=True)) it may fit"
+                f"from_jax: {name} got the number {x}, which is too large for {dtype}; turn 64-bit"
+                " types on by from_jax(..., enable_x64=True)"
             )
     return torch.tensor(x, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
 class Static:
-    """A static argument: no pytree, and so one leaf of the arguments; ``True`` is not 1."""
+    """A static argument. It is one leaf, even if the value is a pytree; ``True`` differs from 1."""
 
     kind: type
     value: Any
@@ -114,10 +115,10 @@ class Static:
 def mark_static(
     names: tuple[tuple[int, ...], tuple[str, ...]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with those that ``jax.jit`` would take for static as `Static`.
+    """Wrap the arguments of a call that are static for ``jax.jit`` in `Static`.
 
-    ``names`` are positions, negative ones from the end, and keywords.  What they name has to be
-    hashable, or is a ``ValueError``.
+    ``names`` are positions (negative ones count from the end) and keywords. Raises a ``ValueError``
+    if such an argument is not hashable.
     """
     argnums, argnames = names
     full = [*args]
@@ -132,7 +133,7 @@ def _static(where: int | str, value: Any) -> Static:
     except TypeError:
         raise ValueError(
             f"from_jax: the static argument {where!r} is a {type(value).__name__}, which is not"
-            " hashable; pass a tuple in place of a list, or leave it out of static_argnums and"
+            " hashable. Pass a tuple instead of a list, or leave it out of static_argnums and"
             " static_argnames"
         ) from None
     return Static(type(value), value)

@@ -1,23 +1,23 @@
 """Flat JAX functions, and the functions that transforms derive from them.
 
-A :class:`Program` takes a list of arrays to a list of arrays. Its derivative by forward or reverse
-mode and its batched form are programs too, made once and kept, and each is compiled once a
-signature. They all call the same jitted function inside, so the user's code is traced once however
-many of them are made.
+A :class:`Program` maps a list of arrays to a list of arrays. Its derivatives in forward and reverse
+mode and its batched form are programs too. Each is made once and cached, and is compiled once per
+signature. They all call the same jitted function, so the user's code is traced only once.
 
-Invariant: what a program returns is in memory of its own. It may be handed to torch, which may
-write to it.
+Invariant: the results of a program share memory with no other array, so that torch may write to
+them.
 
 NOTE [residuals]
-The forward half of reverse mode (`Program.forward`) returns, after the results, what the pullback
-needs. Residuals that are inputs or results are not returned again; `ForwardResiduals.sources` says
-which. The pullback is a function of the residuals alone: right wherever the forward half is what an
-outer transform differentiates. Where the inputs themselves are differentiated a second time, the
-pullback as a function of inputs and cotangents (`Program.vjp`) is what can be differentiated.
+The forward half of reverse mode (`Program.forward`) returns the results, followed by the residuals.
+Residuals that are inputs or results are not returned again; `ForwardResiduals.sources` says which.
+The pullback is a function of the residuals alone. This is right if an outer transform
+differentiates the forward half. If the inputs are differentiated a second time, the pullback must
+be a function of inputs and cotangents (`Program.vjp`), since only that can be differentiated with
+respect to inputs.
 
 NOTE [conjugate]
-For complex numbers JAX's pullback is the transpose of the derivative, torch's its conjugate
-transpose: cotangents are conjugated on their way in and on their way out.
+For complex numbers, JAX's pullback is the transpose of the derivative, and torch's is the conjugate
+transpose. So cotangents are conjugated before and after JAX's pullback.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class ForwardResiduals:
-    """What the forward half of reverse mode returned after its results.
+    """The residuals of the forward half of reverse mode.
 
     Attributes:
-        results: shapes and dtypes of the results, which come first.
-        sources: for each array that the pullback takes where it is: among the inputs, the results,
-            or what was returned in addition.
+        results: shapes and dtypes of the results.
+        sources: for each array that the pullback reads, where it is: among the inputs, the results,
+            or the additional outputs of the forward half.
         rebuild: makes the pullback from these arrays.
     """
 
@@ -57,13 +57,14 @@ class ForwardResiduals:
 
 
 class Program:
-    """A flat JAX function, what is known of its results, and what was derived from it.
+    """A flat JAX function, and the programs that are derived from it.
 
     Attributes:
-        handle: names the program in operators and graphs; no other process has the same.
-        settings: JAX's, under which it is traced and run.
-        info: what tracing found out; each kind of program has its own. ``None`` before.
-        irreversible: whether there is no forward half.
+        name: the name of the function, for messages.
+        handle: the name of the program in operators and graphs, which is unique in all processes.
+        settings: the JAX settings under which it is traced and run.
+        info: facts that are found by tracing, ``None`` before. They depend on the kind of program.
+        irreversible: whether JAX can't differentiate it in reverse mode.
     """
 
     def __init__(self, fn: Function, name: str, settings: Settings) -> None:
@@ -71,9 +72,9 @@ class Program:
         self.handle = f"{name} {secrets.token_hex(8)}"
         self.settings = settings
         self.info: Any = None
-        # Without jit nothing is traced, and residuals can't be told from constants.
+        # With jit disabled nothing is traced, so residuals can't be distinguished from constants.
         self._traced = self.irreversible = bool(settings.disable_jit)
-        # What derived programs call: JAX traces it once.
+        # Derived programs call this function, so that JAX traces it only once.
         self.inner = inner = jax.jit(fn)
 
         def run(*arrays: Any) -> list[Any]:
@@ -88,9 +89,9 @@ class Program:
         return f"<{self.handle}>"
 
     def __call__(self, arrays: Arrays) -> list[Any]:
-        """Results in memory of their own. Threads that come first together trace once."""
+        """Run the program; the results share no memory with other arrays."""
         if not self._traced:
-            self.shapes(arrays)
+            self.shapes(arrays)  # it traces under a lock, so that threads trace only once
             self._traced = True
         return self._run(*arrays)
 
@@ -102,7 +103,7 @@ class Program:
     def _derive(
         self, kind: str, key: tuple[Hashable, ...], fn: Callable[..., list[Any]]
     ) -> Program:
-        """The program of ``fn(program, *arrays)``, which may say there what it found out."""
+        """The program for ``fn(program, *arrays)``, which may set ``program.info``."""
         program = self._derived.get((kind, *key))
         if program is None:
             made: Program
@@ -115,7 +116,7 @@ class Program:
         return program
 
     def vmapped(self, in_dims: tuple[int | None, ...], size: int) -> Program:
-        """The batched function. Its ``info`` tells for each result whether it is batched, by 0."""
+        """The batched function. Its ``info`` has 0 for each batched result, else ``None``."""
 
         def fn(program: Program, *arrays: Any) -> list[Any]:
             shared: dict[int, Any] = {}
@@ -138,7 +139,7 @@ class Program:
         return self._derive("vmap", (in_dims, size), fn)
 
     def jvp(self, has_tangent: tuple[bool, ...]) -> Program:
-        """Results, then the tangents of those that can have one, which ``info`` tells."""
+        """Results, followed by the tangents of those that can have one, according to ``info``."""
 
         def fn(program: Program, *arrays: Any) -> list[Any]:
             primals, tangents = arrays[: len(has_tangent)], arrays[len(has_tangent) :]
@@ -150,7 +151,7 @@ class Program:
         return self._derive("jvp", (has_tangent,), fn)
 
     def forward(self, needs: tuple[bool, ...]) -> Program:
-        """Results, then residuals of reverse mode; ``info`` is `ForwardResiduals`."""
+        """Results, followed by residuals of reverse mode; ``info`` is a `ForwardResiduals`."""
 
         def fn(program: Program, *arrays: Any) -> list[Any]:
             primals, f = _of_some(self.inner, arrays, needs)
@@ -159,7 +160,10 @@ class Program:
             if program.info is None:
                 program.info = ForwardResiduals(_avals(outs), sources, rebuild)
             elif program.info.sources != sources:
-                raise RuntimeError(f"{self.name}: JAX traced it twice, and not alike: is it pure?")
+                raise RuntimeError(
+                    f"from_jax: JAX traced {self.name} twice with different results; the function"
+                    " must be pure"
+                )
             return [*outs, *rest]
 
         return self._derive("forward", (needs,), fn)
@@ -167,9 +171,9 @@ class Program:
     def pullback(
         self, residuals: ForwardResiduals, needs: tuple[bool, ...], wanted: tuple[int, ...]
     ) -> Program:
-        """The pullback of residuals and cotangents of the ``wanted`` results.
+        """The pullback as a function of residuals and of cotangents of the ``wanted`` results.
 
-        ``needs`` tells which of the differentiated inputs' gradients are returned.
+        ``needs`` says for each differentiated input whether its gradient is returned.
         """
 
         def fn(_: Program, *arrays: Any) -> list[Any]:
@@ -180,7 +184,7 @@ class Program:
         return self._derive("pullback", (residuals, needs, wanted), fn)
 
     def vjp(self, needs: tuple[bool, ...], wanted: tuple[int, ...]) -> Program:
-        """The pullback of inputs and cotangents of the wanted results, by running forward again."""
+        """The pullback as a function of inputs and of cotangents; it runs the forward again."""
 
         def fn(_: Program, *arrays: Any) -> list[Any]:
             primals, f = _of_some(self.inner, arrays[: len(needs)], needs)
@@ -191,22 +195,22 @@ class Program:
 
 
 PROGRAMS: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
-"""Every program that somebody holds, by its handle."""
+"""All programs that are alive, by handle."""
 
 
 def own(x: Any) -> Any:
-    """A copy: without one JAX hands out arguments, constants and equal results as they are."""
+    """A copy. Without it, JAX may return arguments, constants, or one array for equal results."""
     return jnp.array(x, copy=True)
 
 
 def _of_some(
     f: Function, arrays: Arrays, which: Sequence[bool]
 ) -> tuple[tuple[Any, ...], Function]:
-    """Some of the inputs of ``f``, and ``f`` as a function of these."""
+    """The inputs of ``f`` that ``which`` selects, and ``f`` as a function of these."""
 
     def of_some(*some: Any) -> Any:
-        given = iter(some)
-        return f(*(next(given) if is_one else a for a, is_one in zip(arrays, which, strict=True)))
+        it = iter(some)
+        return f(*(next(it) if is_one else a for a, is_one in zip(arrays, which, strict=True)))
 
     return tuple(a for a, is_one in zip(arrays, which, strict=True) if is_one), of_some
 
@@ -214,7 +218,12 @@ def _of_some(
 def _take_apart(
     pullback: Any, inputs: Arrays, results: Arrays
 ) -> tuple[tuple[tuple[str, int], ...], list[Any], Callable[[Arrays], Function]]:
-    """The arrays in a pullback: where each is, those that are new, and how to put it together."""
+    """Split a pullback into arrays.
+
+    Returns:
+        Where each array is, the arrays that are neither inputs nor results, and a function that
+        rebuilds the pullback.
+    """
     leaves, treedef = jax.tree_util.tree_flatten(pullback)
     places = {id(a): ("result", i) for i, a in enumerate(results)}
     places |= {id(a): ("input", i) for i, a in enumerate(inputs)}
@@ -235,10 +244,10 @@ def _take_apart(
     n = len(leaves)
 
     def rebuild(arrays: Arrays) -> Function:
-        given = iter(
+        decoded = iter(
             a if decode is None else decode(a) for a, decode in zip(arrays, decoders, strict=True)
         )
-        full = [constants[i] if i in constants else next(given) for i in range(n)]
+        full = [constants[i] if i in constants else next(decoded) for i in range(n)]
         return jax.tree_util.tree_unflatten(treedef, full)
 
     return tuple(sources), rest, rebuild
@@ -251,9 +260,12 @@ def _pull(
     wanted: Sequence[int],
     needs: Sequence[bool],
 ) -> list[Any]:
-    """What a pullback of JAX gives, by torch's convention. NOTE [conjugate]."""
-    given = dict(zip(wanted, cotangents, strict=True))
-    full = [_conjugate(given[i]) if i in given else _zero(aval) for i, aval in enumerate(results)]
+    """Call a pullback of JAX with torch's convention. NOTE [conjugate]."""
+    by_result = dict(zip(wanted, cotangents, strict=True))
+    full = [
+        _conjugate(by_result[i]) if i in by_result else _zero(aval)
+        for i, aval in enumerate(results)
+    ]
     gradients = pull(full)
     return [_conjugate(g) for g, need in zip(gradients, needs, strict=True) if need]
 

@@ -1,8 +1,8 @@
-"""``from_jax``: a JAX function as a torch function.
+"""``from_jax``: convert a JAX function to a torch function.
 
 The function is traced once for each signature: the structure of its arguments, the shapes and
-dtypes of its arrays, the values of static arguments, and JAX's settings. `torch_operator` makes it
-an operator with a rule for each of torch's transforms.
+dtypes of its arrays, the values of static arguments, and JAX's settings. It runs in an operator of
+torch, for which `torch_operator` has a rule for each transform.
 """
 
 from __future__ import annotations
@@ -44,40 +44,39 @@ def from_jax(
 ) -> TorchFunction:
     """Turn a JAX function into a torch function.
 
-    The result takes pytrees (as JAX knows them) with torch tensors in place of JAX arrays, and
-    returns such.  It can be differentiated, forwards and backwards, any number of times, batched,
-    rematerialized and compiled: ``.backward()``, ``torch.func``, ``functx``,
-    ``torch.utils.checkpoint``, ``torch.compile``.  Its derivatives are those that JAX takes
-    (``jax.vjp``, ``jax.jvp``, ``jax.vmap``), custom rules included; for complex numbers in torch's
-    convention.
+    The result takes and returns pytrees (of JAX) with torch tensors instead of JAX arrays. It can
+    be differentiated in forward and reverse mode any number of times, batched, recomputed and
+    compiled: by ``.backward()``, ``torch.func``, ``functx``, ``torch.utils.checkpoint`` and
+    ``torch.compile``. Its derivatives are computed by JAX (``jax.vjp``, ``jax.jvp``, ``jax.vmap``),
+    including custom rules; for complex numbers they follow torch's convention.
 
-    ``g`` is traced and compiled as by ``jax.jit``, once for each signature, so the same holds for
-    its side effects and for Python control flow; under ``jax.disable_jit`` it runs as it is.
-    Derivatives run under the JAX settings (64-bit types, precision of products, ...) of the
-    forward call.  Tensors cross without a copy where their memory allows; what comes back is
-    torch's own to write to.
+    ``g`` is traced and compiled once for each signature, as by ``jax.jit``, with the same
+    consequences for side effects and for Python control flow. Under ``jax.disable_jit`` it runs
+    without tracing. Derivatives run under the JAX settings (64-bit types, precision of products,
+    ...) of the forward call. Tensors are passed without a copy if their memory allows that. Results
+    share memory with nothing else, so torch may write to them.
 
-    Beside tensors ``g`` may be given JAX and numpy arrays (``jax.random`` keys among them) and
-    Python numbers, to which no gradient flows, and hashable objects of any other type, which are
-    static.  Results that are typed keys come back as JAX keys.
+    In addition to tensors, arguments may be JAX and numpy arrays (including ``jax.random`` keys)
+    and Python numbers, which get no gradient, and hashable objects of any other type, which are
+    static. Results that are typed keys are returned as JAX keys.
 
-    With JAX's 64-bit types off, ``int64`` tensors must have values that fit ``int32`` and come back
-    as ``int32``; ``float64`` tensors are refused, never narrowed.
+    With JAX's 64-bit types off, ``int64`` tensors must have values that fit ``int32``, and are
+    returned as ``int32``; ``float64`` tensors are errors and are never narrowed.
 
     Args:
-        g: a JAX function; may be jitted already, its static arguments are then static here.
-        static_argnums: as of ``jax.jit``.
-        static_argnames: as of ``jax.jit``.
-        enable_x64: run ``g`` with JAX's 64-bit types on, whatever JAX's setting is.
+        g: a JAX function. If it is jitted already, its static arguments are static here, too.
+        static_argnums: as for ``jax.jit``.
+        static_argnames: as for ``jax.jit``.
+        enable_x64: run ``g`` with JAX's 64-bit types on, regardless of JAX's setting.
 
     Returns:
-        The torch function.  Results are on the device of the first tensor among the arguments.
+        The torch function. Results are on the device of the first tensor among the arguments.
 
     Raises:
-        TypeError: if ``g`` is not callable, or at a call: an argument or result of ``g`` is nothing
-            that JAX can take.
-        LoweringError: at a call: a tensor that JAX can't read, or would narrow.
-        ValueError: at a call: a static argument is not hashable; tensors on several devices.
+        TypeError: ``g`` is not callable; or, at a call, an argument or result of ``g`` has a type
+            that JAX does not accept.
+        LoweringError: at a call, JAX can't read a tensor, or would narrow it.
+        ValueError: at a call, a static argument is not hashable, or tensors are on several devices.
 
     Example:
         >>> import torch, functx, jax.numpy as jnp
@@ -93,21 +92,23 @@ def from_jax(
     """
     if isinstance(g, (jax.Array, Tensor)) or not callable(g):
         raise TypeError(
-            f"from_jax takes a JAX function, not {type(g).__name__}; to convert an array use"
+            f"from_jax takes a JAX function, not {type(g).__name__}; to convert an array, use"
             " torch.from_dlpack"
         )
     if isinstance(g, torch.nn.Module) or str(getattr(g, "__module__", "")).startswith("torch"):
-        raise TypeError(f"from_jax takes a JAX function; {g!r} is one of torch's: call it as it is")
+        raise TypeError(
+            f"from_jax takes a JAX function, but {g!r} is a torch function: call it directly"
+        )
     return TorchFunction(g, static_argnums, static_argnames, enable_x64)
 
 
 class _Signature:
-    """The program of one signature, and how its results fit together.
+    """The program for one signature, and the structure of its results.
 
     Attributes:
-        program: ``g`` over flat arrays.
-        out_tree: the structure of its results, when it has been traced.
-        decoders: what makes each result from the array that the program returns.
+        program: ``g`` as a function of flat arrays.
+        out_tree: the structure of its results, known after tracing.
+        decoders: for each result, the function that makes it from an array of the program.
     """
 
     def __init__(
@@ -117,13 +118,13 @@ class _Signature:
         self.decoders: list[Callable[[Any], Any] | None] = []
 
         def flat(*arrays: Any) -> list[Any]:
-            given = iter(arrays)
-            args, kwargs = jax.tree_util.tree_unflatten(in_tree, [x.value(given) for x in leaves])
+            it = iter(arrays)
+            args, kwargs = jax.tree_util.tree_unflatten(in_tree, [x.value(it) for x in leaves])
             try:
                 outs, self.out_tree = jax.tree_util.tree_flatten(g(*args, **kwargs))
             except TypeError as error:
                 if "must be Tensor, not" in str(error):
-                    error.add_note(f"from_jax takes JAX functions, and {name} calls torch")
+                    error.add_note(f"from_jax takes JAX functions, but {name} calls torch")
                 raise
             outs = [_result(out, name) for out in outs]
             self.decoders = [decoder(out) for out in outs]
@@ -133,7 +134,7 @@ class _Signature:
         self.program = Program(flat, name, settings)
 
     def result(self, outs: Sequence[Tensor]) -> Any:
-        """What ``g`` returned, from what the program did."""
+        """The result of ``g``, from the results of the program."""
         values = [
             out if decode is None else _decoded(out, decode, self.program.name)
             for out, decode in zip(outs, self.decoders, strict=True)
@@ -155,8 +156,8 @@ class TorchFunction:
         self._options = (argnums, argnames, x64)
         self._static = static_arguments(g, argnums, argnames)
         self._signatures: dict[Hashable, _Signature] = {}
-        # What Dynamo calls without looking inside, made when it first comes by; it finds this
-        # function by its handle, since all of its versions take a string for a constant.
+        # The function that Dynamo calls without tracing into it, made when Dynamo first needs it.
+        # It finds this object by a handle, since all versions of Dynamo treat strings as constants.
         self._opaque: Any = None
         self._handle = f"{self._name} {next(_numbers)}"
         _functions[self._handle] = self
@@ -199,19 +200,19 @@ class TorchFunction:
         return signature.result(call(signature.program, tensors))
 
 
-_NONE = "functx: None"  # Dynamo can't hand None to what it does not look inside
+_NONE = "functx: None"  # Dynamo can't pass None to a function that it does not trace into
 
 
 @runs_while_tracing
 def _make_opaque(handle: str) -> bool:
-    """Dynamo is to put calls of a function into its graph as they are; what traces it looks in."""
+    """Make the function that Dynamo puts into its graph unopened; AOTAutograd traces through it."""
     f = _functions[handle]
     if f._opaque is None:
 
         @uncompiled
         def opaque(args: Any, kwargs: Any) -> Any:
-            said = lambda x: None if isinstance(x, str) and x == _NONE else x  # noqa: E731
-            return f._call(*tree_map(said, (args, kwargs)))
+            decode = lambda x: None if isinstance(x, str) and x == _NONE else x  # noqa: E731
+            return f._call(*tree_map(decode, (args, kwargs)))
 
         f._opaque = nonstrict_trace(opaque)
     return True
@@ -220,15 +221,15 @@ def _make_opaque(handle: str) -> bool:
 def _result(out: Any, name: str) -> Any:
     if isinstance(out, Tensor):
         raise TypeError(
-            f"from_jax: {name} returned a torch tensor; from_jax takes JAX functions, and torch"
-            " functions need no conversion"
+            f"from_jax: {name} returned a torch tensor, but from_jax takes JAX functions; a torch"
+            " function needs no conversion"
         )
     try:
         return jnp.asarray(out)
     except TypeError as err:
         raise TypeError(
-            f"from_jax: {name} returned a {type(out).__name__}, which is no JAX type; return arrays"
-            " in tuples, lists, dicts or registered pytrees"
+            f"from_jax: {name} returned a {type(out).__name__}, which JAX does not accept. Return"
+            " arrays in tuples, lists, dicts or registered pytrees"
         ) from err
 
 

@@ -1,22 +1,22 @@
-"""A JAX program as a torch operator: what each transform does to it.
+"""A JAX program as a torch operator, with a rule for each transform.
 
 ``torch.ops.functx.jax_call(tensors, handle)`` is an ordinary operator of the dispatcher, so torch's
-modes (fake tensors, graph tracing, counting) see it as any other. It is never differentiated by
-torch: each rule answers with the same operator on a program that JAX derived.
+modes (fake tensors, graph tracing, counting) see it like any other. torch never differentiates
+through it: each rule calls the same operator with another program, which JAX derived.
 
 =================  ============================================================================
-forward mode       unpack the duals, call ``program.jvp`` once, pack duals again
-reverse mode       call ``program.forward``, attach a node that keeps inputs and residuals; its
-                   backward is a call of ``program.pullback``, or of ``program.vjp`` where that is
-                   itself recorded. NOTE [residuals] in ``programs``
+forward mode       unpack the duals, call ``program.jvp`` once, and pack the results as duals
+reverse mode       call ``program.forward``, and attach a node that saves inputs and residuals. Its
+                   backward calls ``program.pullback``, or ``program.vjp`` if the backward itself is
+                   recorded. NOTE [residuals] in ``programs``
 vmap               call ``program.vmapped``
-no data            shapes by ``jax.eval_shape``
-below all          hand the memory to JAX, and JAX's to torch
-inside `to_jax`    the program itself
+no data            find shapes by ``jax.eval_shape``
+below all          pass the memory to JAX, and the memory of JAX's results to torch
+inside `to_jax`    call the program directly
 =================  ============================================================================
 
-Forward and reverse mode share a kernel: that of the autograd key, which every level of
-``torch.func`` and plain autograd reach in turn, with tensors of that level.
+Forward and reverse mode share the kernel of the autograd key. Every level of ``torch.func``, and
+then plain autograd, calls it with tensors of that level.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _library.define(
 )
 _operator = torch.ops.functx.jax_call.default
 
-# Programs in graphs that torch traced: the graph knows only the handle.
+# Keeps programs alive that are in a graph of torch, since the graph contains only the handle.
 _traced: dict[str, Program] = {}
 
 
@@ -69,22 +69,21 @@ def call(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def program_of(handle: str) -> Program:
-    """The program with a handle; a ``LoweringError`` if it is gone, or of another process."""
+    """The program with a handle. Raises a ``LoweringError`` if it is not in this process."""
     program = PROGRAMS.get(handle)
     if program is None:
         raise LoweringError(
-            f"the JAX function {handle!r} of this graph is not in this process: graphs with"
-            " functions made by functx.compat.from_jax can't be saved and loaded"
+            f"the JAX function {handle!r} of this graph is not in this process. A graph with a"
+            " function made by functx.compat.from_jax can't be saved and loaded in another process"
         )
     return program
 
 
 @uncompiled
 def _run(tensors: list[Tensor], handle: str) -> list[Tensor]:
-    """Below all transforms: JAX computes.
+    """The kernel below all transforms: run the program in JAX.
 
-    JAX may still be reading when its call returns, and torch may write to its tensors at any time:
-    wait.
+    JAX runs asynchronously, and torch may write to the tensors after this call, so wait for JAX.
     """
     program = program_of(handle)
     with restored(program.settings):
@@ -97,7 +96,7 @@ def _run(tensors: list[Tensor], handle: str) -> list[Tensor]:
 
 @uncompiled
 def _shapes(tensors: list[Tensor], handle: str) -> list[Tensor]:
-    """Fake and meta tensors: JAX says which shapes and dtypes come out."""
+    """The kernel for fake and meta tensors: JAX computes shapes and dtypes."""
     program = _traced[handle] = program_of(handle)
     with restored(program.settings):
         avals = [
@@ -110,7 +109,7 @@ def _shapes(tensors: list[Tensor], handle: str) -> list[Tensor]:
 
 @uncompiled
 def _differentiate(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
-    """One level of autograd, forward and reverse mode."""
+    """The kernel for one level of autograd, in forward and reverse mode."""
     program = program_of(handle)
     needs = tuple(t.requires_grad for t in tensors)
     recorded = torch.is_grad_enabled() and any(needs)
@@ -128,7 +127,7 @@ def _differentiate(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tens
 
 
 def _duals(tensors: Sequence[Tensor]) -> list[Any]:
-    """Primals and tangents of tensors, some of which are duals at this level; or nothing."""
+    """Primals and tangents of tensors; an empty list if no tensor is a dual at this level."""
     if _torch.dual_level() < 0:
         return []
     duals = [forward_ad.unpack_dual(t) for t in tensors]
@@ -143,7 +142,7 @@ def _below(keyset: Any, tensors: Sequence[Tensor], program: Program) -> list[Ten
 def _jvp(
     program: Program, primals: Sequence[Tensor], tangents: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Results, and their tangents where they can have one."""
+    """The results, and for each its tangent or ``None``."""
     jvp = program.jvp(tuple(t is not None for t in tangents))
     outs = call(jvp, [*primals, *(t for t in tangents if t is not None)])
     results, moved = outs[: len(jvp.info)], iter(outs[len(jvp.info) :])
@@ -163,7 +162,7 @@ def _record(
         try:
             outs = _below(keyset, tensors, forward)
         except (TypeError, ValueError, NotImplementedError):
-            # JAX can't differentiate it backwards; that is an error only if somebody asks.
+            # JAX can't differentiate it in reverse mode. That is an error only in a backward pass.
             program.irreversible = True
         else:
             residuals = forward.info
@@ -178,15 +177,13 @@ def _record(
 
 @dataclass
 class _Node:
-    """What a node of the tape has beside tensors."""
+    """The data of a node in addition to tensors."""
 
-    program: Program  # that ran
+    program: Program  # the program that ran
     needs: tuple[bool, ...]  # which of its inputs are differentiated
-    residuals: Any  # of the forward half, if there is one
-    primals: Sequence[Tensor]  # those of the inputs, if they are duals at the level of the node
-    transposes: bool = (
-        False  # cotangents will be zeros, and only the transpose of that is asked for
-    )
+    residuals: Any  # the `ForwardResiduals`, if there is a forward half
+    primals: Sequence[Tensor]  # the primals of the inputs, if these are duals at the node's level
+    transposes: bool = False  # whether `functx.linearize` recorded it, to transpose its backward
 
 
 class JaxCall(SingleLevelFunction):
@@ -197,18 +194,18 @@ class JaxCall(SingleLevelFunction):
     def forward(
         ctx: Any, node: _Node, outs: list[Tensor], rest: list[Tensor], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Put the results behind the node."""
+        """Make the results outputs of the node."""
         ctx.node = node
         ctx.set_materialize_grads(False)
-        kept = outs if node.residuals is not None else ()
-        ctx.save_for_backward(*tensors, *kept, *rest)
+        results = outs if node.residuals is not None else ()
+        ctx.save_for_backward(*tensors, *results, *rest)
         ctx.mark_non_differentiable(*(o for o in outs if not has_derivatives(o)))
         return tuple(outs)
 
     @staticmethod
     @uncompiled
     def jvp(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Tangents of the results: inputs are duals at the level at which they are recorded."""
+        """Tangents of the results, if inputs are duals at the level that records the node."""
         node: _Node = ctx.node
         primals, node.primals = node.primals, ()
         return tuple(_jvp(node.program, primals, given[3:])[1])
@@ -216,38 +213,40 @@ class JaxCall(SingleLevelFunction):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The pullback, as a call at whatever level the engine runs. NOTE [residuals]."""
+        """The pullback, as a call at the level at which the engine runs. NOTE [residuals]."""
         node: _Node = ctx.node
         needs = ctx.needs_input_grad[3:]
         wanted = tuple(i for i, c in enumerate(cotangents) if c is not None)
         if not wanted or not any(needs):
             return (None,) * (3 + len(needs))
-        kept = ctx.saved_tensors
-        saved = [_torch.alive(t) for t in kept]
-        given = [_torch.alive(c) for c in cotangents if c is not None]
+        wrapped = ctx.saved_tensors
+        saved = [_torch.alive(t) for t in wrapped]
+        grads = [_torch.alive(c) for c in cotangents if c is not None]
         inputs = saved[: len(needs)]
-        again = node.residuals is None or (
-            inputs[0] is kept[0] and _is_recorded([*inputs, *given])  # the level is alive
-        )
+        level_is_alive = inputs[0] is wrapped[0]
+        again = node.residuals is None or (level_is_alive and _is_recorded([*inputs, *grads]))
         try:
             if again:
-                gradients = call(node.program.vjp(needs, wanted), [*inputs, *given])
+                gradients = call(node.program.vjp(needs, wanted), [*inputs, *grads])
             else:
                 starts = {"input": 0, "result": len(needs), "rest": len(needs) + len(cotangents)}
                 arrays = [saved[starts[kind] + i] for kind, i in node.residuals.sources]
                 still = tuple(need for need, had in zip(needs, node.needs, strict=True) if had)
                 pullback = node.program.pullback(node.residuals, still, wanted)
-                gradients = call(pullback, [*arrays, *given])
+                gradients = call(pullback, [*arrays, *grads])
         except (TypeError, ValueError, NotImplementedError):
-            if not node.transposes:  # JAX can't differentiate it backwards
+            if not node.transposes:  # JAX can't differentiate it in reverse mode
                 raise
-            gradients = apply_function(JaxTranspose, node.program, needs, wanted, inputs, *given)
+            gradients = apply_function(JaxTranspose, node.program, needs, wanted, inputs, *grads)
         results = iter(gradients)
         return (None, None, None, *(next(results) if need else None for need in needs))
 
 
 class JaxTranspose(SingleLevelFunction):
-    """The gradient of a program without reverse mode, at cotangents of zero, and its transpose."""
+    """The gradient, for cotangents of zero, of a program without reverse mode.
+
+    Its backward is the transpose of the gradient, that is the program's forward mode.
+    """
 
     @staticmethod
     @uncompiled
@@ -259,16 +258,16 @@ class JaxTranspose(SingleLevelFunction):
         inputs: Sequence[Tensor],
         *cotangents: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Zeros."""
+        """Return zeros, since the cotangents are zeros."""
         ctx.set_materialize_grads(False)
-        ctx.given = program, needs, wanted, inputs
+        ctx.arguments = program, needs, wanted, inputs
         return tuple(torch.zeros_like(x) for x, need in zip(inputs, needs) if need)
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *moved: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The program's forward mode: tangents of the results whose cotangents were given."""
-        program, needs, wanted, inputs = ctx.given
+        """Forward mode of the program: the tangents of the ``wanted`` results."""
+        program, needs, wanted, inputs = ctx.arguments
         tangents = iter(moved)
         along = [next(tangents) if need else None for need in needs]
         _, results = _jvp(program, inputs, [t if t is None else _torch.alive(t) for t in along])
@@ -276,7 +275,7 @@ class JaxTranspose(SingleLevelFunction):
 
 
 def _is_recorded(tensors: Sequence[Tensor]) -> bool:
-    """Whether this level differentiates with respect to any of these."""
+    """Whether this level records operations on one of ``tensors``."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return True
     return bool(_duals(tensors))
@@ -284,7 +283,7 @@ def _is_recorded(tensors: Sequence[Tensor]) -> bool:
 
 @uncompiled
 def _batch(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
-    """One level of vmap."""
+    """The kernel for one level of vmap."""
     interpreter: Any = _torch.current_interpreter()
     level = interpreter.level()
     values, dims = zip(*(_torch.unwrap_batch(t, level) for t in tensors))
@@ -303,7 +302,7 @@ def _batch(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
 
 @uncompiled
 def _batch_old(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
-    """All levels of the vmap that batched backward passes of plain autograd use."""
+    """The kernel for the old vmap, which ``torch.autograd.grad(is_grads_batched=True)`` uses."""
     return _batch_old_levels(program_of(handle), tensors, old_vmap_level())
 
 
@@ -325,12 +324,12 @@ def _batch_old_levels(program: Program, tensors: Sequence[Tensor], level: int) -
 
 @rule("functx::jax_call")
 def _inline(arrays: Sequence[Any], handle: str) -> list[Any]:
-    """Inside a function that goes to JAX: the program itself."""
+    """Inside a function that is lowered to JAX, call the program directly."""
     program = program_of(handle)
     if program.settings != current_settings():
         raise LoweringError(
-            f"to_jax: {program.name}, made by from_jax, runs under other settings of JAX (64-bit"
-            " types, precision) than the function around it; call both under the same"
+            f"to_jax: {program.name}, made by from_jax, runs under other JAX settings (64-bit"
+            " types, precision) than the function around it. Call both under the same settings"
         )
     return list(program.inner(*arrays))
 

@@ -1,4 +1,4 @@
-"""``to_jax``: trace a torch function, check the graph, interpret it on JAX arrays by rules."""
+"""``to_jax``: trace a torch function, check the graph, and run it on JAX arrays by rules."""
 
 from functx.compat._to_jax.functional_graph import FunctionalGraph as FunctionalGraph
 from functx.compat._to_jax.jax_function import Lowered as Lowered

@@ -1,13 +1,20 @@
-"""From a torch function and the shapes of its inputs to a functional ATen graph.
+"""Trace a torch function, for inputs of some shapes, into a functional ATen graph.
 
-Invariant: the graph's placeholders are the inputs, then every tensor that the function closed over
-or made from data (``captures``); no tensor is baked in.  Nothing in the graph writes to memory.
-Inputs are traced as fake tensors, without data: were a traced value ever taken for a constant, the
-constant would be fake and is refused, so it can't be silently wrong.
+Invariant: the placeholders of the graph are the inputs, followed by every tensor that the function
+closes over or makes from data (``captures``). No tensor is a constant of the graph, and nothing in
+it writes to memory. Inputs are traced as fake tensors, without data. If a traced value were taken
+for a constant by mistake, that constant would be fake, and an error is raised for it.
 
-Passes: (1) run the function under the tracer with operations decomposed to those with rules,
-regions and custom Functions kept as nodes; (2) lift constants to placeholders; (3) while any node's
-schema is mutable, functionalize the graph and trace again; (4) hand what policies keep to replays.
+Passes:
+
+1. Run the function under the tracer. Operations without a rule are decomposed; regions and custom
+   Functions become one node each.
+2. Turn constants into placeholders.
+3. As long as a node writes, functionalize the graph and trace it again.
+4. Pass the values that policies save from regions to their replays.
+
+What could be improved: a function that asks whether tensors require grad is traced twice, and a
+graph with writes is traced once more.
 """
 
 from __future__ import annotations
@@ -42,15 +49,15 @@ from functx.compat._to_jax.trace.traced_draws import TracedDraws, only_torch_dra
 from functx.compat._to_jax.trace.value_checks import heed
 
 _NO_DATA = "data is not allocated yet"
-# What torch says of what a trace can't do, and what to do instead.
+# Words in torch's errors during a trace, with the message that replaces them.
 _REASONS = {
-    _NO_DATA: "an operation reads the values of a tensor{at} (numpy(), indices or sizes given as a"
-    " tensor, for example) while the function is traced: compute with the tensor, or pass them as"
-    " Python numbers",
-    "dynamo-optimized function": "{name} calls what torch.compile made{at}, which a trace can't"
-    " look into: call the function or module itself, JAX compiles it",
-    "Couldn't swap": "{name} converts its own parameters{at} (module.to(dtype), say), which are"
-    " arguments in JAX: convert the module before, and leave that out of the call",
+    _NO_DATA: "an operation reads the values of a tensor{at} while the function is traced (for"
+    " example numpy(), or indices or sizes in a tensor). Compute with the tensor, or pass the"
+    " values as Python numbers",
+    "dynamo-optimized function": "{name} calls code that torch.compile has compiled{at}, which"
+    " can't be traced. Call the original function or module; JAX compiles it",
+    "Couldn't swap": "{name} converts its own parameters{at} (for example by module.to(dtype)), but"
+    " parameters are arguments in JAX. Convert the module before the call, not inside it",
 }
 
 
@@ -69,8 +76,9 @@ class FunctionalGraph:
 
     module: GraphModule  # placeholders are the inputs, then the captures
     inputs: tuple[Spec, ...]
-    captures: tuple[torch.Tensor, ...]  # met while tracing, in the order of their placeholders
-    reads: Reads = field(default_factory=dict)  # closed over and read while tracing: values then
+    captures: tuple[torch.Tensor, ...]  # captured tensors, in the order of their placeholders
+    # Captured tensors whose values Python code has read while tracing, with these values.
+    reads: Reads = field(default_factory=dict)
 
 
 def trace(
@@ -79,8 +87,8 @@ def trace(
     """Trace ``f``, which takes flat tensors and returns a flat sequence of tensors.
 
     Raises:
-        LoweringError: for data-dependent operations, writes to captures, random numbers that are
-            not torch's, and traced values that the tracer lost.
+        LoweringError: for data-dependent operations, writes to captures, random numbers of other
+            libraries than torch, and traced values that the tracer lost track of.
     """
     mode, known = FakeTensorMode(), KnownValues()
     try:
@@ -95,7 +103,7 @@ def trace(
     captures = lift_constants(module, mode)
     heed(module)
     own_memory(module)
-    module.graph.eliminate_dead_code()  # of values that were known
+    module.graph.eliminate_dead_code()  # nodes whose values were known while tracing
     module = functional(module, _traced, mode)
     drop_writes_to_inputs(module, len(specs))
     module.graph.eliminate_dead_code()
@@ -117,17 +125,20 @@ def _run(
     *,
     tape: bool,
 ) -> tuple[GraphModule, list[bool]]:
-    """Pass (1), and which inputs the function used; ``NOTE [asked]`` in ``tape.py``."""
+    """Pass 1. Returns the graph, and which inputs the function used.
+
+    ``tape`` says whether inputs require grad while tracing; ``NOTE [asked]`` in ``tape.py``.
+    """
     mode.allow_non_fake_inputs = True
-    random_draws, kept = TracedDraws(), Tape(tape)
-    observer = Observer(random_draws, kept, known)
+    random_draws, the_tape = TracedDraws(), Tape(tape)
+    observer = Observer(random_draws, the_tape, known)
     with mode:
         inputs = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in specs]
     used = [False] * len(inputs)
 
     def observed(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        calls, hook = UserCalls(kept, known), Interceptor(random_draws, mode)
-        kept.begin(tensors)
+        calls, hook = UserCalls(the_tape, known), Interceptor(random_draws, mode)
+        the_tape.begin(tensors)
         named, drawn = on_name(graphs.note_name), only_torch_draws(name)
         watch = sharding.watching(f"to_jax({name})", LoweringError)
         with watch, leaving_nothing((f,)), calls, observer, applying(hook), named, drawn:
@@ -142,27 +153,30 @@ def _run(
     except TypeError as err:
         if "FakeTensor" in str(err) and "abstract array" in str(err):
             raise TypeError(
-                f"to_jax takes torch functions, and {name} calls JAX{at_line(err)} on a tensor"
+                f"to_jax takes torch functions, but {name} calls JAX{at_line(err)} on a tensor."
+                " Wrap the JAX function by functx.compat.from_jax"
             ) from err
         raise
     except RuntimeError as err:
         if isinstance(err, TracingError):
             raise LoweringError(str(err).removeprefix("functx.jit: ")) from err
-        said = _NO_DATA if graphs.reads_values(err) else str(err)
+        text = _NO_DATA if graphs.reads_values(err) else str(err)
         for words, why in _REASONS.items():
-            if words in said:
+            if words in text:
                 raise LoweringError(why.format(name=name, at=at_line(err))) from err
         raise
     finally:
-        mode.allow_non_fake_inputs = False  # what outlives this computes nothing with real tensors
+        # A fake tensor that outlives the trace can't be combined with real ones.
+        mode.allow_non_fake_inputs = False
         random_draws.restore()
 
 
 def _assert_nothing_lost(module: GraphModule, used: Sequence[bool]) -> None:
-    # Before dead code goes: until then every operation that took an input is a user of it.
+    # This runs before dead code is removed: every operation that read an input still uses it.
     lost = [i for i, p in enumerate(placeholders(module)) if used[i] and not p.users]
     if lost:
         raise LoweringError(
-            f"the function uses its inputs {lost} (in flattened order), but the graph lost them: a"
-            " transform inside took them for constants. Pass them to what it transforms"
+            f"the function uses its inputs {lost} (in flattened order), but the graph lost them,"
+            " because a transform inside took them for constants. Pass them as arguments to the"
+            " function that is transformed"
         )

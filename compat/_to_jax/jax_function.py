@@ -1,8 +1,8 @@
-"""``to_jax``: a torch function as a JAX function.
+"""``to_jax``: convert a torch function to a JAX function.
 
-The function is traced once for each signature (structure, shapes, dtypes, static arguments, and
-what ``environment`` sees around it), lowered, and kept.  Tensors that it closes over are no part of
-the trace: their values are read at every call, as in torch.
+The function is traced and lowered once for each signature (structure, shapes, dtypes, static
+arguments, and the `Environment`), and the result is cached. The values of tensors that it closes
+over are not part of the trace: they are read at every call, as in torch.
 """
 
 from __future__ import annotations
@@ -58,51 +58,54 @@ def to_jax(
 ) -> Any:
     """Turn a torch function, module or exported program into a JAX function.
 
-    The result takes and returns pytrees of JAX arrays in place of torch tensors and works under
+    The result takes and returns pytrees of JAX arrays instead of torch tensors, and works under
     ``jax.jit``, ``grad``, ``vmap``, ``jvp``, ``vjp``, ``hessian``, ``lax.scan`` and
-    ``jax.checkpoint``.  A :func:`functx.remat` region inside becomes ``jax.checkpoint`` at the same
-    cut.  Gradients stop where torch's stop: at ``detach`` and in ``no_grad`` blocks.  A custom
-    ``autograd.Function`` keeps its own backward and jvp; without a jvp, forward mode is the
-    transpose of its backward.  Hooks that see gradients are refused.  A function that asks for
-    ``requires_grad`` and the like, which is traced twice then, is answered as if derivatives were
-    taken of all its floating-point arguments.
+    ``jax.checkpoint``. A :func:`functx.remat` region inside becomes ``jax.checkpoint`` with the
+    same inputs and outputs. Gradients stop where they stop in torch: at ``detach`` and in
+    ``no_grad`` blocks. A custom ``autograd.Function`` keeps its own backward and jvp; without a
+    jvp, forward mode is the transpose of its backward. Hooks that see gradients are errors. If a
+    function reads ``requires_grad`` or similar attributes, it is traced a second time, and sees the
+    values that they have if derivatives are taken with respect to all floating-point arguments.
 
-    Tensors that ``f`` closes over are read at each call, so an optimizer step between two calls is
-    seen; inside ``jax.jit`` they are constants of the compiled function, as any closure in JAX.
-    Python numbers, strings and flags are static: another value traces again.  So it is with what
-    ``f`` reads otherwise, as in `functx.jit`: closures, globals that its code names, attributes of
-    modules and other objects, lists and dicts (after eight traces, of a counter say, it warns).
-    With x64 off a JAX ``int32`` is seen by ``f`` as torch's default ``int64``, and what is computed
-    of it wraps at 32 bits.  Of what ``torch.compile`` made the original is taken.  A write to an
-    argument stays inside the call (with a warning, since the caller will not see it).  What a
-    ``torch.distributions`` object refuses with a ``ValueError`` makes all floating-point results
-    NaN, since JAX compiles before it sees data.
+    Tensors that ``f`` closes over are read at each call, so an optimizer step between two calls has
+    its effect. Inside ``jax.jit`` they are constants of the compiled function, like all captured
+    values in JAX. Python numbers, strings and flags are static: another value triggers a new trace.
+    The same holds for all other values that ``f`` reads, as in `functx.jit`: closures, globals that
+    its code names, attributes of modules and other objects, lists and dicts. After eight traces for
+    one signature (for example because of a counter), a warning is given.
+
+    With x64 off, ``f`` sees a JAX ``int32`` as torch's default ``int64``, and results computed from
+    it wrap at 32 bits. For a function that ``torch.compile`` compiled, the original function is
+    used. A write to an argument stays inside the call, with a warning, since the caller will not
+    see it. Where a ``torch.distributions`` object would raise a ``ValueError``, all floating-point
+    results are NaN, since JAX compiles before it sees data.
 
     Args:
-        f: a torch function of pytrees of tensors, a module, or what ``torch.export`` made of one.
-        rng: whether ``f`` draws random numbers.  The JAX function then takes a ``jax.random`` key,
-            before all other arguments or as ``rng=``.  Equal keys give equal draws, also in a
-            recompute; under ``jax.vmap``, keys that are mapped over give each example its own.
-            Within ``f`` draws repeat where torch's would: at a generator's restored state.
-        buffers: whether a module's buffers are arguments and results too.  Needed where it writes
-            to them (the running statistics of normalisation layers in training).
-        scan: whether regions of the same code that follow each other become one ``lax.scan`` over
-            their stacked parameters, which is traced and compiled once.  Of a module it may say
-            which submodules, as for :func:`functx.apply_remat` (``"layers.*"``): these need not be
-            regions otherwise, and nothing is recomputed then.
+        f: a torch function of pytrees of tensors, a module, or a program of ``torch.export``.
+        rng: whether ``f`` draws random numbers. The JAX function then takes a ``jax.random`` key,
+            before all other arguments or as ``rng=``. Equal keys give equal draws, also in a
+            recompute. Under ``jax.vmap``, keys that are mapped over give each example its own
+            draws. Within ``f``, draws repeat where torch's would: if a generator's state is
+            restored.
+        buffers: whether the buffers of a module are arguments and results too. This is needed if
+            the module writes to them (as normalisation layers in training do).
+        scan: whether consecutive regions with the same code become one ``lax.scan`` over their
+            stacked parameters, which is traced and compiled once. For a module, it may select
+            submodules, as for :func:`functx.apply_remat` (``"layers.*"``). These need not be
+            regions, and then nothing is recomputed.
 
     Returns:
-        For a function, the JAX function.  For a module the pair ``(params, fn)``: its parameters by
-        name as JAX arrays, and ``fn(params, *args, **kwargs)``; buffers are closed over, unless
-        ``params`` has their names too.  Parameters that are tied are one.  With ``buffers`` the
-        triple ``(params, buffers, fn)``, and ``fn(params, buffers, *args, **kwargs)`` returns
+        For a function, the JAX function. For a module, the pair ``(params, fn)``: its parameters by
+        name as JAX arrays, and ``fn(params, *args, **kwargs)``. Buffers are closed over, unless
+        ``params`` has their names too. Tied parameters appear once. With ``buffers``, the triple
+        ``(params, buffers, fn)``, where ``fn(params, buffers, *args, **kwargs)`` returns
         ``(result, new_buffers)``.
 
     Raises:
         TypeError: if ``f`` is not callable; at a call, if given a torch tensor.
-        ValueError: for ``buffers`` without a module, or submodules to ``scan`` of none.
-        LoweringError: at the first call with a new signature, if the function can't be expressed:
-            the message lists every operation without a rule.
+        ValueError: if ``f`` is not a module, and ``buffers`` is true or ``scan`` names submodules.
+        LoweringError: at the first call with a new signature, if the function can't be expressed in
+            JAX. The message lists every operation without a rule.
 
     Example:
         >>> import torch, jax, jax.numpy as jnp
@@ -129,28 +132,31 @@ def to_jax(
         lowered = Lowered(make(module, layers), rng, scan is not False)
         return (params, state, lowered) if buffers else (params, lowered)
     if buffers:
-        raise ValueError("to_jax(f, buffers=True) is for modules: a function has no buffers")
+        raise ValueError("to_jax: buffers=True needs a module; a function has no buffers")
     if not isinstance(scan, bool):
-        raise ValueError("to_jax(f, scan=WHERE) is for modules; a function takes scan=True")
+        raise ValueError(f"to_jax: scan={scan!r} needs a module; for a function use scan=True")
     if isinstance(f, jax.Array | torch.Tensor) or not callable(f):
         raise TypeError(
             f"to_jax takes a torch function, module or exported program, not {type(f).__name__};"
             " to convert an array use jnp.asarray"
         )
     if str(getattr(f, "__module__", "")).split(".")[0] == "jax":
-        raise TypeError(f"to_jax takes a torch function; {f!r} is one of JAX's: call it as it is")
+        raise TypeError(
+            f"to_jax takes a torch function, but {f!r} is a JAX function: call it directly"
+        )
     return Lowered(f, rng, scan)
 
 
 @dataclass(frozen=True)
 class Signature:
-    """One traced signature of a function."""
+    """The trace of a function for one signature."""
 
     program: FunctionalGraph
     environment: Environment
-    out_leaves: tuple[tuple[bool, Any], ...]  # (True, number among the outputs), (False, value)
+    # For each leaf of the result, (True, index of an output) or (False, a static value).
+    out_leaves: tuple[tuple[bool, Any], ...]
     out_tree: Any  # the structure of the result
-    run: Callable[[Sequence[Any], Sequence[Any], Any], list[Any]]  # of inputs, captures and key
+    run: Callable[[Sequence[Any], Sequence[Any], Any], list[Any]]  # takes inputs, captures, key
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """The function's result from the graph's outputs."""
@@ -186,13 +192,13 @@ class Lowered:
             return kwargs["rng"], args, {n: x for n, x in kwargs.items() if n != "rng"}
         if not args or not _is_key(args[0]):
             raise TypeError(
-                f"{self!r} takes a jax.random key, as its first argument or as rng=:"
-                " jax.random.key(seed)"
+                f"{self!r} takes a jax.random key, such as jax.random.key(seed), as its first"
+                " argument or as rng="
             )
         return args[0], args[1:], kwargs
 
     def observed(self, observe: Observe, *args: Any) -> Any:
-        """Call without ``jit``, showing the operands of each outermost region to ``observe``."""
+        """Call without ``jit``; ``observe`` sees the operands of each outermost region."""
         traced, arrays = self._prepare(args, {})
         inputs = [*arrays, *self.captured(traced.program)]
         return traced.result(Interpreter(observe).run(traced.program.module, inputs))
@@ -219,21 +225,23 @@ class Lowered:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.clear()
                 self._arrays.clear()
-            how = environment, self._rng, self._scan
-            found = _trace(self.__wrapped__, leaves, kinds, tree, *how)
+            found = _trace(
+                self.__wrapped__, leaves, kinds, tree, environment, self._rng, self._scan
+            )
             self._programs[key] = found
             if traces == _MANY_TRACES:
                 warn(
-                    f"{self!r} has been traced {_MANY_TRACES} times for arguments of one signature:"
-                    " what it closes over (a number, a list, a global counter) is another one at"
-                    " each call. Pass what changes as an array"
+                    f"{self!r} has been traced {_MANY_TRACES} times for arguments of one signature,"
+                    " because a value that it closes over (a number, a list, a global counter)"
+                    " changes from call to call. Pass this value as an array"
                 )
         return found, arrays
 
     def captured(self, program: FunctionalGraph) -> list[jax.Array]:
         """The current values of the tensors that a program closes over.
 
-        Calls share the array of a tensor that keeps its values: one ``jit`` has it as one constant.
+        If the values of a tensor do not change, calls get the same array, so that ``jit`` has one
+        constant for it.
         """
         what = f"a tensor closed over by {self.__name__}"
         arrays = []
@@ -252,13 +260,13 @@ def _leaf(f: Lowered, path: Any, x: Any) -> Any:
     where = f"{f.__name__}: the argument at {jax.tree_util.keystr(path)}"
     if isinstance(x, torch.Tensor):
         raise TypeError(
-            f"{where} is a torch tensor, but a function made by to_jax takes JAX arrays: convert it"
-            " with jnp.asarray(x.numpy()), or call the torch function itself"
+            f"{where} is a torch tensor, but a function made by to_jax takes JAX arrays. Convert it"
+            " with jnp.asarray(x.numpy()), or call the original torch function"
         )
     if isinstance(x, jax.Array):
         if is_key(x):
             return words_of_jax(x, where)
-        # Weak types would leak into results, and a scan's carry must keep its type.
+        # Weak types would change the dtypes of results, and the carry of a scan must keep its type.
         return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
     if isinstance(x, np.ndarray | np.generic):
         check_fits(np.asarray(x), where)
@@ -267,8 +275,8 @@ def _leaf(f: Lowered, path: Any, x: Any) -> Any:
         hash(x)
     except Exception:  # __hash__ may raise any error
         raise TypeError(
-            f"{where} is a {type(x).__name__}, neither an array nor hashable; register it as a JAX"
-            " pytree, or make it hashable to pass it as a static value"
+            f"{where} is a {type(x).__name__}, which is neither an array nor hashable. Register it"
+            " as a JAX pytree, or make it hashable to pass it as a static value"
         ) from None
     return x
 
@@ -304,9 +312,10 @@ def _trace(
                 out_leaves.append((False, leaf))
             else:
                 raise TypeError(
-                    f"{getattr(f, '__name__', f)} returned a {type(leaf).__name__}, which JAX can't"
-                    " take apart: return tensors in tuples, lists, dicts or registered pytrees (and"
-                    " no cache: call a Hugging Face model with use_cache=False)"
+                    f"{getattr(f, '__name__', f)} returned a {type(leaf).__name__}, which is not a"
+                    " pytree of JAX. Return tensors in tuples, lists, dicts or registered pytrees"
+                    " (and call a Hugging Face model with use_cache=False, so that it returns no"
+                    " cache)"
                 )
         return outputs
 
@@ -320,7 +329,7 @@ def _trace(
 
     layers, why = layers_of(program.module.graph) if scan else ({}, "")
     if scan and not layers:
-        warn(f"to_jax: no two layers of {name} become one scan: {why}")
+        warn(f"to_jax: scan has no effect on {name}, since no two layers can be one scan: {why}")
 
     def run(inputs: Sequence[Any], captures: Sequence[Any], key: Any) -> list[Any]:
         return Interpreter(rng=key, layers=layers).run(program.module, [*inputs, *captures])

@@ -1,6 +1,6 @@
-"""What the nodes of a lowered function's graph are: operations, regions, custom Functions.
+"""The kinds of nodes in a traced graph: operations, regions, and custom Functions.
 
-The node of a custom ``autograd.Function`` has the Function's own derivative rules as graphs.
+The node of a custom ``autograd.Function`` contains the Function's own derivative rules as graphs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class DerivativeRule:
     """A derivative rule of a custom Function.
 
     Attributes:
-        graph: takes the residuals, then a cotangent of each result in ``of`` (for a jvp: a tangent
-            of each operand in ``of``); gives one cotangent of each operand in ``to`` (one tangent
-            of each result), ``None`` for zero.
-        residuals: what the rule reads: ``("operand", i)``, ``("result", i)`` or
+        graph: takes the residuals, then a cotangent of each result in ``of`` (for a jvp, a tangent
+            of each operand in ``of``). It returns a cotangent of each operand in ``to`` (for a jvp,
+            a tangent of each result in ``to``), ``None`` for zero.
+        residuals: the values that the rule reads: ``("operand", i)``, ``("result", i)`` or
             ``("intermediate", i)``.
-        of: numbers of what it takes derivatives of.
-        to: numbers of what it gives derivatives of.
-        forward: operands to results, then intermediates.
+        of: numbers of the results (for a jvp, operands) whose derivatives the rule takes.
+        to: numbers of the operands (for a jvp, results) whose derivatives the rule returns.
+        forward: a graph that maps operands to results, followed by intermediates.
     """
 
     graph: GraphModule
@@ -44,12 +44,13 @@ class CustomFunction(torch.nn.Module):
     """The first argument of a custom Function's node; the others are its operands.
 
     Attributes:
-        name: of the Function.
-        forward_graph: operands to results, then the intermediates that the backward reads.
-        n_results: how many of them are results.
-        backward: the rule; None where no derivative can be taken, the error that torch's own
-            machinery raised where there is none.
-        jvp: the rule, if the Function has one.
+        name: the name of the Function.
+        forward_graph: a graph that maps operands to results, followed by the intermediates that the
+            backward reads.
+        n_results: the number of results.
+        backward: its rule; ``None`` if no operand has a derivative; the text of torch's error if
+            the backward failed.
+        jvp: its rule, if the Function has a jvp.
         once: whether a second derivative is an error.
     """
 
@@ -72,24 +73,24 @@ class CustomFunction(torch.nn.Module):
 
     @property
     def unruled(self) -> tuple[int, ...]:
-        """The floating-point operands, where the backward failed and there is no jvp."""
+        """The floating-point operands if the backward failed and there is no jvp, else none."""
         if not isinstance(self.backward, str):
             return ()
         inputs = [n for n in self.forward_graph.graph.nodes if n.op == "placeholder"]
         return tuple(i for i, n in enumerate(inputs) if n.meta["val"].dtype.is_floating_point)
 
     def results(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the forward gives."""
+        """The results of the forward."""
         return tuple(self.forward_graph(*operands)[: self.n_results])
 
     def graphs(self) -> list[GraphModule]:
-        """Every graph of the Function."""
+        """All graphs of the Function."""
         rules = [r for r in (self.backward, self.jvp) if isinstance(r, DerivativeRule)]
         found = [self.forward_graph, *(g for r in rules for g in (r.graph, r.forward))]
         return list({id(g): g for g in found}.values())
 
     def described(self) -> list[Any]:
-        """What it is, but for its graphs."""
+        """Everything but the graphs, for comparisons."""
         rules = [
             (r.residuals, r.of, r.to) if isinstance(r, DerivativeRule) else r
             for r in (self.backward, self.jvp)
@@ -98,7 +99,7 @@ class CustomFunction(torch.nn.Module):
 
 
 def custom_function(function: CustomFunction, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The target of a custom Function's node; when its graph is traced again, it stays a node."""
+    """The target of a custom Function's node, which stays one node if the graph is traced again."""
     if engine.peek_interpreter() is not None:
         return _functionalized(function, operands)
     mode = engine.proxy_mode()
@@ -131,17 +132,17 @@ def _functionalized(
 def emit(
     function: CustomFunction, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
 ) -> Any:
-    """Make the node in the graph being traced; from now on ``results`` are what it gives."""
+    """Add the node to the graph that is being traced, with ``results`` as its results."""
     tracer = engine.proxy_mode().tracer
     tracer.root.register_module(tracer.get_fresh_qualname("function_"), function)
     proxies = [tracer.unwrap_proxy(t) for t in operands]
     proxy: Proxy = tracer.create_proxy("call_function", custom_function, (function, *proxies), {})
-    with unseen():  # what it calls is none of a region's calls
+    with unseen():  # an enclosing region must not record the calls of the tracer
         return engine.track_proxies(tuple(results), proxy, tracer)
 
 
 def attribute(node: Node) -> Any:
-    """What a ``get_attr`` node gets."""
+    """The attribute that a ``get_attr`` node reads."""
     value: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         value = getattr(value, part)
@@ -155,7 +156,7 @@ def _callee(node: Node) -> Any:
 
 def is_region(node: Node) -> bool:
     """Whether a node is the call of a kept region: its first argument is a graph module."""
-    higher_order = isinstance(node.target, HigherOrderOperator)  # torch's own scan, say
+    higher_order = isinstance(node.target, HigherOrderOperator)  # such as torch's own scan
     return isinstance(_callee(node), GraphModule) and not higher_order
 
 
@@ -189,19 +190,19 @@ def placeholders(module: GraphModule) -> list[Node]:
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:
-    """The results of a node that are tensors, as they were when it was traced."""
+    """The results of a node that are tensors, as fake tensors of the trace."""
     value: Any = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def nodes_from_now(graph: Graph) -> Callable[[], list[Node]]:
-    """Gives the nodes that a graph has got since."""
+    """A function that returns the nodes that were added to a graph since this call."""
     last = next(iter(reversed(graph.nodes)), None)
     return lambda: [*takewhile(lambda node: node is not last, reversed(graph.nodes))][::-1]
 
 
 def draws(target: Any, args: Any) -> bool:
-    """Whether a call draws random numbers: the engine's answer, whose replays are compared."""
-    known = operator_of(target) if isinstance(target, OpOverload) else None
-    return known is not None and known.draws and not known.draws_nothing(args)
+    """Whether a call draws random numbers, by the same rules as the recompute engine."""
+    operator = operator_of(target) if isinstance(target, OpOverload) else None
+    return operator is not None and operator.draws and not operator.draws_nothing(args)

@@ -1,7 +1,7 @@
-"""Where in the user's code each node of a traced graph comes from.
+"""Find the line of user code for each node of a traced graph.
 
-While the function runs, every torch call notes the innermost frame that is neither torch's,
-JAX's nor functx's, and the tracer copies the note to the nodes it makes.
+While the function runs, every torch call notes the innermost frame that is not in torch, JAX or
+functx, and the tracer copies the note to the nodes that it makes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _MARK = "functx source: "
 
 @dataclass(frozen=True)
 class Source:
-    """A line of the user's code.
+    """A line of user code.
 
     Attributes:
-        file: its path.
-        line: its number.
-        function: the function that it is in.
+        file: the path of the file.
+        line: the line number.
+        function: the function around the line.
         text: the line itself.
     """
 
@@ -39,22 +39,22 @@ class Source:
 
 
 def note_source() -> None:
-    """Note the line of the user that runs; the nodes that are made next have it.
+    """Note the line of user code that runs, for the nodes that are made next.
 
-    Only under ``torch.fx.traceback.preserve_node_meta()``.
+    This has an effect only under ``torch.fx.traceback.preserve_node_meta()``.
     """
     if found := users_line():
         set_stack_trace([_MARK + "\n".join(map(str, found))])
 
 
 def at_line(error: BaseException | None = None) -> str:
-    """As `at_source`, of the line that runs now, or that raised an error."""
+    """Like `at_source`, for the line of user code that runs now, or that raised ``error``."""
     found = users_line(error)
     return "" if found is None else " at {}:{} in {}".format(*found)
 
 
 def warn(message: str) -> None:
-    """Warn at the user's line that runs now."""
+    """Warn at the line of user code that runs now."""
     file, line, _ = users_line() or ("sys", 1, "")
     warnings.warn_explicit(message, UserWarning, file, line)
 
@@ -69,6 +69,6 @@ def source_of(node: Node) -> Source | None:
 
 
 def at_source(node: Node) -> str:
-    """``" at FILE:LINE in FUNCTION"``, for messages; nothing for a line that was not noted."""
+    """``" at FILE:LINE in FUNCTION"`` for messages; ``""`` if no line was noted."""
     source = source_of(node)
     return "" if source is None else f" at {source}"

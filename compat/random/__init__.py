@@ -1,16 +1,16 @@
 """``jax.random`` in torch: random numbers from keys, bit for bit those of JAX.
 
-Every function takes a key, draws the same numbers whenever it gets the same key, and touches no
-generator.  So a draw can be repeated anywhere: in the replay of a `functx.remat` region, which needs
-no generator state, in a compiled function, on another device, and in JAX.  Under ``vmap`` over keys
-each example draws what its key says.  JAX is not needed, except by `from_jax` and `to_jax`.
+Every function takes a key. It draws the same numbers whenever it gets the same key, and does not use
+a generator. So a draw can be repeated anywhere: in the replay of a `functx.remat` region (without a
+generator state), in a compiled function, on another device, and in JAX. Under ``vmap`` over keys,
+each example draws the numbers of its key. JAX is needed only by `from_jax` and `to_jax`.
 
-A key is an ``int64`` tensor of shape ``(2,)`` whose entries are the unsigned 32-bit words of a JAX
-key, and so in ``[0, 2**32)``; the functions also take the words as ``uint32`` (as
-``jax.random.key_data`` gives them, slower when compiled) or as ``int32``, and give new keys in the
-dtype of the old.  What is no key is a TypeError, an array of keys where one is taken a ValueError
-that says to use ``vmap``; a shape is a sequence, or a TypeError.  Generator: ``threefry2x32``, JAX's default, with ``jax_threefry_partitionable``
-on, which is JAX's default as well.
+A key is an ``int64`` tensor of shape ``(2,)``. Its entries are the unsigned 32-bit words of a JAX
+key, in ``[0, 2**32)``. The functions also take the words as ``uint32`` (the dtype of
+``jax.random.key_data``, which is slower when compiled) or as ``int32``, and return new keys in the
+dtype of the old one. A value that is not a key is a TypeError. An array of keys instead of a key is
+a ValueError that says to use ``vmap``. A shape must be a sequence, or it is a TypeError. The
+generator is ``threefry2x32`` with ``jax_threefry_partitionable`` on; both are JAX's defaults.
 
 | function | compared with JAX |
 |---|---|
@@ -20,9 +20,10 @@ on, which is JAX's default as well.
 | ``gumbel`` | the same uniform numbers, then torch's logarithm: a few ulp, of 1 for numbers below 1; in ``float64`` and mode ``high`` 2e-12 |
 | ``categorical`` | the same category, unless two are so close that an ulp decides |
 
-How far `truncated_normal` is from JAX's under ``jax.jit``, of the number, or of 1 for numbers below
-1.  Both make their numbers by the inverse of the error function, which loses digits in a tail: all
-numbers of 16 bits between 5 and 8 are one, and JAX's own without ``jit`` are others by up to 1e-2.
+The next table has the largest difference between `truncated_normal` and JAX's under ``jax.jit``,
+relative to the number, or to 1 for numbers below 1. Both use the inverse of the error function,
+which loses digits in a tail: all 16-bit numbers between 5 and 8 are equal, and JAX's own numbers
+without ``jit`` differ by up to 1e-2.
 
 | between | ``float16`` | ``bfloat16`` | ``float32`` | ``float64`` |
 |---|---|---|---|---|

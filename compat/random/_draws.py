@@ -1,6 +1,6 @@
-"""Real-valued draws from keys, and masks made of them.
+"""Real-valued draws from keys, and masks that are made from them.
 
-Invariant: each takes as many bits as ``jax.random`` does, from the same counters.
+Invariant: each draw uses as many bits as in ``jax.random``, from the same counters.
 
 A uniform number has as many random bits as its dtype has mantissa bits.  JAX sets them into the
 mantissa of a number in [1, 2) and subtracts 1; an integer times a power of two is the same number.
@@ -29,7 +29,7 @@ from functx.compat.random._keys import (
 )
 
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
-# Of how many random bits the mantissa's are the upper ones.
+# The number of random bits for each dtype; the upper ones become the mantissa.
 _DRAWN = {torch.float16: 16, torch.bfloat16: 8, torch.float32: 32, torch.float64: 64}
 _lowering = ContextVar("lowering", default=False)
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -37,7 +37,7 @@ _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 @contextmanager
 def lowering() -> Iterator[None]:
-    """While a function is traced to be lowered to JAX: XLA will do the contraction itself."""
+    """A context for tracing to JAX, in which XLA itself fuses a product and a sum."""
     token = _lowering.set(True)
     try:
         yield
@@ -50,7 +50,7 @@ def bits(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = Non
 
     Args:
         key: a key, shape ``(2,)``.
-        shape: of the result.
+        shape: the shape of the result.
         dtype: ``uint8``, ``uint16``, ``uint32`` (the default) or ``uint64``.
 
     Returns:
@@ -68,7 +68,7 @@ def bits(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = Non
     shape = check_shape("bits", shape)
     dtype = torch.uint32 if dtype is None else dtype
     if dtype not in _UNSIGNED:
-        raise ValueError(f"random.bits gives unsigned integers, not {dtype}")
+        raise ValueError(f"random.bits returns unsigned integers, not {dtype}")
     word = (random_long if dtype == torch.uint64 else random_word)(key, shape)
     if torch.compiler.is_compiling() and shape and dtype == torch.uint32:
         # Inductor does not vectorize a loop that holds a uint32.  A view as bytes ends the loop,
@@ -88,10 +88,10 @@ def uniform(
 
     Args:
         key: a key, shape ``(2,)``.
-        shape: of the result.
-        dtype: ``float16``, ``bfloat16``, ``float32`` or ``float64``; torch's default if None.
+        shape: the shape of the result.
+        dtype: ``float16``, ``bfloat16``, ``float32`` or ``float64``; torch's default if ``None``.
         minval: the lower bound, a number or a tensor that broadcasts to ``shape``.
-        maxval: the upper bound; the result is differentiable in both.
+        maxval: the upper bound. The result is differentiable with respect to both.
 
     Returns:
         Numbers of that shape and dtype.
@@ -131,15 +131,15 @@ def bernoulli(
     Args:
         key: a key, shape ``(2,)``.
         p: the probability, a Python float (taken in torch's default dtype) or a real tensor.
-        shape: of the result; by default that of ``p``.
+        shape: the shape of the result; by default that of ``p``.
         mode: ``"low"``, or ``"high"`` for twice the random bits, right for tiny ``p`` too.
 
     Returns:
         A ``bool`` tensor.
 
     Raises:
-        TypeError: ``p`` is no float.
-        ValueError: ``p`` does not broadcast, or there is no such mode.
+        TypeError: ``p`` is not a float.
+        ValueError: ``p`` does not broadcast, or ``mode`` is unknown.
 
     Example:
         >>> from functx.compat import random
@@ -152,7 +152,7 @@ def bernoulli(
         p = torch.as_tensor(p)
     if not isinstance(p, float) and not (isinstance(p, Tensor) and p.dtype in _MANTISSA):
         kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
-        raise TypeError(f"random.bernoulli takes a probability of a real dtype, not {kind}")
+        raise TypeError(f"random.bernoulli takes a floating point probability, not {kind}")
     dtype = p.dtype if isinstance(p, Tensor) else torch.get_default_dtype()
     own = tuple(p.shape) if isinstance(p, Tensor) else ()
     shape = own if shape is None else check_shape("bernoulli", shape)
@@ -190,7 +190,7 @@ def dropout(
         key: a key, shape ``(2,)``.
         x: a real or complex tensor.
         p: the probability of a zero, as in ``torch.nn.functional.dropout``.
-        training: if False, ``x`` is handed back.
+        training: if False, ``x`` is returned.
         broadcast_dims: axes that share one mask.
 
     Returns:
@@ -207,7 +207,7 @@ def dropout(
     """
     check_key("dropout", key)
     if not 0 <= p <= 1:
-        raise ValueError(f"random.dropout: p={p} is no probability, which is in [0, 1]")
+        raise ValueError(f"random.dropout: p={p} is not a probability in [0, 1]")
     if not training or p == 0:
         return x
     if p == 1:
@@ -250,7 +250,7 @@ def truncated_normal(
         key: a key, shape ``(2,)``.
         lower: a number or a tensor.
         upper: a number or a tensor.
-        shape: of the result; by default that of the bounds together.
+        shape: the shape of the result; by default that to which the bounds broadcast.
         dtype: as in `uniform`.
 
     Returns:
@@ -301,9 +301,9 @@ def gumbel(
 
 
 def check_mode(name: str, mode: str | None) -> None:
-    """Refuse a mode that JAX does not have."""
+    """Raise an error for a mode that JAX does not have."""
     if mode not in (None, "low", "high"):
-        raise ValueError(f"random.{name}: mode is 'low' or 'high', not {mode!r}")
+        raise ValueError(f"random.{name}: mode must be 'low' or 'high', not {mode!r}")
 
 
 def _checked(
@@ -312,7 +312,9 @@ def _checked(
     check_key(name, key)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if dtype not in _MANTISSA:
-        raise ValueError(f"random.{name} gives float16, bfloat16, float32 or float64, not {dtype}")
+        raise ValueError(
+            f"random.{name} returns float16, bfloat16, float32 or float64, not {dtype}"
+        )
     return check_shape(name, shape), dtype
 
 
@@ -329,7 +331,7 @@ def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return product + c
     if a.dtype == torch.float32:  # a product of two is exact in float64
         return (a.double() * b.double() + c.double()).float()
-    # What rounding took from the product (Dekker, Numerische Mathematik 18, 1971) and the sum.
+    # Add the rounding errors of the product (Dekker, Numerische Mathematik 18, 1971) and the sum.
     a_high, b_high = _high(a), _high(b)
     a_low, b_low = a - a_high, b - b_high
     error = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
@@ -344,7 +346,7 @@ def _high(x: Tensor) -> Tensor:
 
 
 def _divide(x: Tensor, by: float) -> Tensor:
-    """``x / by`` by a product with the reciprocal; in bfloat16 that of float32."""
+    """``x / by`` as a product with the reciprocal, which in bfloat16 is computed in float32."""
     divisor = torch.full((), by, dtype=x.dtype, device=x.device)
     if x.dtype == torch.bfloat16:
         return (x.float() * divisor.float().reciprocal()).to(x.dtype)

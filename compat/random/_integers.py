@@ -39,7 +39,7 @@ def randint(
 
     Args:
         key: a key, shape ``(2,)``.
-        shape: of the result.
+        shape: the shape of the result.
         minval: the lower bound, an integer or an integer tensor that broadcasts to ``shape``.
         maxval: the upper bound; where it is not above ``minval`` the result is ``minval``.
         dtype: ``int8``, ``int16``, ``int32`` (the default), ``int64`` or ``uint8``.  Different
@@ -61,20 +61,20 @@ def randint(
     shape = check_shape("randint", shape)
     dtype = torch.int32 if dtype is None else dtype
     if dtype not in _INTEGERS:
-        raise TypeError(f"random.randint gives int8, int16, int32, int64 or uint8, not {dtype}")
+        raise TypeError(f"random.randint returns int8, int16, int32, int64 or uint8, not {dtype}")
     minval, maxval = as_integer(minval), as_integer(maxval)
     for bound in (minval, maxval):
         kind = bound.dtype if isinstance(bound, Tensor) else type(bound)
         if kind not in (*_INTEGERS, int):
             raise TypeError(
-                f"random.randint: a bound is a {getattr(kind, '__name__', kind)}, no integer"
+                f"random.randint: bounds must be integers, got a {getattr(kind, '__name__', kind)}"
             )
         check_broadcast("randint", shape, getattr(bound, "shape", ()))
     wide = torch.int64 if dtype == torch.int64 else torch.int32
     limits, most = torch.iinfo(dtype), torch.iinfo(wide).max
     low = _clipped(minval, limits.min, limits.max, wide, key.device)
     high = _clipped(maxval, limits.min, min(limits.max + 1, most), wide, key.device)
-    # An upper bound may be one more than the dtype holds: its own last value counts too.
+    # The upper bound may be one more than the largest value of the dtype, which is then included.
     beyond: Any = False
     if not isinstance(maxval, Tensor) or torch.iinfo(maxval.dtype).max > most:
         beyond = torch.as_tensor(maxval > most, device=key.device)
@@ -116,14 +116,14 @@ def permutation(key: Tensor, x: int | Tensor, axis: int = 0, independent: bool =
         key: a key, shape ``(2,)``.
         x: a tensor, or a number for ``torch.arange(x)``.
         axis: which axis is put in order.
-        independent: whether each vector along the axis gets an order of its own.
+        independent: whether each vector along the axis gets a different order.
 
     Returns:
         A tensor of the shape and dtype of ``x``.
 
     Raises:
-        TypeError: the key is no key, or ``x`` a float or a tensor without axes.
-        IndexError: there is no such axis.
+        TypeError: ``key`` is not a key, or ``x`` is a float or a tensor without axes.
+        IndexError: ``axis`` is out of range.
 
     Example:
         >>> from functx.compat import random
@@ -170,7 +170,8 @@ def categorical(
         key: a key, shape ``(2,)``.
         logits: logarithms of probabilities, up to a constant; a real tensor.
         axis: the axis of ``logits`` that numbers the categories.
-        shape: of the result; it ends in the shape of ``logits`` without ``axis``, the default.
+        shape: the shape of the result. It must end in the shape of ``logits`` without ``axis``,
+            which is the default.
         replace: if False, draws of one distribution (along the leading axes of ``shape``) differ.
         mode: as in `gumbel`.
 
@@ -204,12 +205,12 @@ def categorical(
         rest.insert(axis, logits.shape[axis])
         noise = gumbel(key, (*prefix, *rest), logits.dtype, mode)
         return torch.argmax(noise + logits, dim=axis - logits.ndim)
-    draws, known = math.prod(prefix), logits.shape[axis]
-    if draws > known:
+    draws, categories = math.prod(prefix), logits.shape[axis]
+    if draws > categories:
         raise ValueError(
-            f"random.categorical: {draws} draws without replacement from {known} categories"
+            f"random.categorical: {draws} draws without replacement from {categories} categories"
         )
     noisy = logits + gumbel(key, logits.shape, logits.dtype, mode)
-    # Of equals the first goes first, as in JAX; torch.topk has no order of them.
+    # As in JAX, the first of several equal entries comes first. torch.topk does not order them.
     best = noisy.movedim(axis, -1).sort(stable=True, descending=True).indices[..., :draws]
     return best.movedim(-1, 0).reshape(shape)

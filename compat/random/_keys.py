@@ -1,7 +1,7 @@
-"""Random keys, how they are made, split and exchanged with JAX, and the generator behind them.
+"""Make and split random keys, exchange them with JAX, and generate random bits from them.
 
-Invariant: a key is two 32-bit words in the last axis of an integer tensor; its low 32 bits count,
-whatever the dtype.  Each function gives the bits that JAX gives with its default settings
+Invariant: a key is two 32-bit words in the last axis of an integer tensor. Only the low 32 bits of
+an entry count, for any dtype. Each function returns the bits that JAX returns by default
 (``threefry2x32``, ``jax_threefry_partitionable=True``): the number at row-major position ``i`` of a
 draw is the hash of ``i`` under the key, so that it does not depend on the shape.  Counters are
 64-bit, two words of 32.
@@ -94,13 +94,13 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
     Args:
         seed: an integer of at most 64 bits, or an integer tensor of shape ``()`` (``vmap`` over
             seeds gives a batch of keys).
-        device: where the key, and so what is drawn from it, lives; for a tensor by default its own.
+        device: the device of the key, and of draws from it; by default that of a tensor ``seed``.
 
     Returns:
         ``int64`` tensor of shape ``(2,)``.
 
     Raises:
-        TypeError: the seed is no integer, or not a scalar.
+        TypeError: the seed is not an integer, or not a scalar.
         OverflowError: it needs more than 64 bits.
 
     Example:
@@ -129,13 +129,13 @@ def split(key: Tensor, num: int | Sequence[int] = 2) -> Tensor:
 
     Args:
         key: a key, shape ``(2,)``; it should not be used again.
-        num: how many, or the shape of the array of keys.
+        num: the number of keys, or the shape of the array of keys.
 
     Returns:
         Keys of shape ``(num, 2)`` or ``(*num, 2)``, in the key's dtype.
 
     Raises:
-        TypeError: the key is no key.
+        TypeError: ``key`` is not a key.
         ValueError: it is an array of keys.
 
     Example:
@@ -153,16 +153,16 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
     Args:
         key: a key, shape ``(2,)``.
-        data: an integer in ``[0, 2**32)``, or an integer tensor of shape ``()``, of which the low
-            32 bits count; batched under ``vmap``, it gives a key an example.
+        data: an integer in ``[0, 2**32)``, or an integer tensor of shape ``()``, whose low 32 bits
+            are used. If ``vmap`` maps it, each example gets a different key.
 
     Returns:
         A key, shape ``(2,)``, in the key's dtype.
 
     Raises:
-        TypeError: the key is no key, or the data no integer scalar.
-        ValueError: the key is an array of keys.
-        OverflowError: a Python integer outside ``[0, 2**32)``.
+        TypeError: ``key`` is not a key, or ``data`` is not an integer scalar.
+        ValueError: ``key`` is an array of keys.
+        OverflowError: ``data`` is a Python integer outside ``[0, 2**32)``.
 
     Example:
         >>> import torch
@@ -196,7 +196,7 @@ def key_data(key: Tensor) -> Tensor:
         ``uint32`` tensor of the same shape.
 
     Raises:
-        TypeError: these are no keys.
+        TypeError: ``key`` is not a tensor of keys.
     """
     check_key("key_data", key, batched=True)
     return key.to(torch.uint32)
@@ -250,7 +250,7 @@ def from_jax(key: Any) -> Tensor:
 
 
 def words_of_jax(key: Any, what: str) -> Any:
-    """The words of JAX's keys, in JAX; ``what`` names them in the error about other kinds."""
+    """The words of JAX's keys, in JAX. ``what`` is their name in the error for other generators."""
     import jax
 
     kind = str(jax.random.key_impl(key))
@@ -272,7 +272,7 @@ def to_jax(key: Tensor) -> Any:
         A JAX array of keys, shape ``(...)``.
 
     Raises:
-        TypeError: these are no keys.
+        TypeError: ``key`` is not a tensor of keys.
         ImportError: JAX is not installed.
 
     Example:
@@ -300,47 +300,48 @@ def _check_scalar(name: str, x: Tensor, what: str) -> None:
 
 
 def check_key(name: str, key: Any, batched: bool = False) -> None:
-    """Refuse what is no key, or is several."""
+    """Raise an error if ``key`` is not a key, or is an array of keys."""
     if not isinstance(key, Tensor):
         raise TypeError(
             f"random.{name} takes a key first, not a {type(key).__name__}: make one with"
-            " functx.compat.random.key(seed), or of JAX's key with functx.compat.random.from_jax"
+            " functx.compat.random.key(seed), or convert a JAX key with"
+            " functx.compat.random.from_jax"
         )
     if key.dtype not in _DTYPES or not key.ndim or key.shape[-1] != 2:
         raise TypeError(
             f"random.{name} takes a key, two integer words in the last axis (int64, int32 or"
-            f" uint32), not {tuple(key.shape)} of {key.dtype}: make one with"
-            " functx.compat.random.key(seed)"
+            f" uint32), not a tensor of shape {tuple(key.shape)} and dtype {key.dtype}: make one"
+            " with functx.compat.random.key(seed)"
         )
     if key.ndim > 1 and not batched:
         raise ValueError(
-            f"random.{name} takes a single key, but was given an array of keys of shape"
+            f"random.{name} takes a single key, but got an array of keys of shape"
             f" {tuple(key.shape[:-1])}: use vmap"
         )
 
 
 def as_integer(x: Any) -> Any:
-    """Convert an integer of NumPy to one of Python; leave anything else as it is."""
+    """Convert an integer of NumPy to one of Python; return other values unchanged."""
     return int(x) if isinstance(x, Integral) and not isinstance(x, bool) else x
 
 
 def check_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape as a tuple of Python's integers; refuse a bare number and negative sizes."""
-    # A NumPy array is no Sequence, but a shape for JAX, if it has one axis.
+    """A shape as a tuple of ints. Raises an error for a single number and for negative sizes."""
+    # A NumPy array with one axis is not a Sequence, but JAX accepts it as a shape.
     is_array = hasattr(shape, "__array__") and getattr(shape, "ndim", 0) == 1
     if not is_array and (not isinstance(shape, Sequence) or isinstance(shape, str)):
         raise TypeError(
             f"random.{name}: a shape is a sequence of sizes such as (3,), not {shape!r}"
         )
     if any(not isinstance(size, Integral | torch.SymInt) for size in shape):
-        raise TypeError(f"random.{name}: {shape!r} has a size that is no integer")
+        raise TypeError(f"random.{name}: {shape!r} has a size that is not an integer")
     if any(size < 0 for size in shape):
         raise ValueError(f"random.{name}: {shape!r} has a negative size")
     return tuple(size if isinstance(size, torch.SymInt) else int(size) for size in shape)
 
 
 def check_broadcast(name: str, shape: tuple[int, ...], *parameters: Sequence[int]) -> None:
-    """Refuse parameters that are larger than the draw."""
+    """Raise an error if parameters do not broadcast to the shape of the draw."""
     try:
         fits = torch.broadcast_shapes(shape, *map(tuple, parameters)) == tuple(shape)
     except RuntimeError:
@@ -348,6 +349,6 @@ def check_broadcast(name: str, shape: tuple[int, ...], *parameters: Sequence[int
     if not fits:
         got = ", ".join(str(tuple(p)) for p in parameters)
         raise ValueError(
-            f"random.{name}: parameters of shape {got} don't broadcast to the shape {shape} asked"
-            f" for, which has {math.prod(shape)} numbers"
+            f"random.{name}: parameters of shape {got} don't broadcast to the requested shape"
+            f" {shape}, which has {math.prod(shape)} numbers"
         )

@@ -1,4 +1,4 @@
-"""For test suites: a torch function agrees with itself in JAX, or the test fails and says where."""
+"""Assertions for test suites: a torch function and the same function in JAX must agree."""
 
 from __future__ import annotations
 

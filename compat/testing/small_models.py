@@ -1,8 +1,8 @@
-"""Every model type of transformers at a small size, with random weights and inputs that it takes.
+"""Make small models of every model type of transformers, with random weights and suitable inputs.
 
-Numbers are of torch's default dtype. Configurations are made small by the names of their numbers,
-and inputs are found by trying what the names in the signature of ``forward`` can mean; a few types
-need more than that.
+Weights and inputs have torch's default dtype. Configurations are made small by the names of their
+numbers. Inputs are found by trying values for the names in the signature of ``forward``. A few
+types need special settings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from functx._models import apply_remat
 
 TYPES = [*CONFIG_MAPPING]
 
-# What numbers of these names may be at most: the first pattern that is found counts.
+# The largest values for numbers in configurations, by name; the first pattern that matches applies.
 CAPS = {
     r"type_vocab|num_channels|in_chans|kernel|stride|ratio|expan|_factor|stage_names": None,
     r"index_topk": None,
@@ -74,7 +74,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 def small(default: Any, fill: bool = False, scale: int = 1) -> Any:
-    """A configuration as ``default``, made small; if asked, numbers that it leaves open are set."""
+    """A small version of a configuration; with ``fill``, numbers that are ``None`` are set."""
     values, kwargs = vars(default), {}
     declared = {f.name: f.default for f in dataclasses.fields(default)}
     counted = next((n for n in COUNTS if type(values.get(n)) is int and n in declared), None)
@@ -119,21 +119,21 @@ def _smaller(name: str, value: Any, count: int, scale: int) -> Any:
 
 
 def _classes(config: Any) -> list[Any]:
-    """Classes of models that take a configuration, the most basic ones first."""
-    known: Any = MODEL_MAPPING.get(type(config), ())
-    known = [*known] if isinstance(known, (tuple, list)) else [known]
+    """The classes of models that take a configuration, the most basic ones first."""
+    basic: Any = MODEL_MAPPING.get(type(config), ())
+    basic = [*basic] if isinstance(basic, (tuple, list)) else [basic]
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     others = [
         c
         for c in vars(importlib.import_module(name)).values()
         if isinstance(c, type) and issubclass(c, PreTrainedModel) and c.config_class is type(config)
     ]
-    others = [c for c in others if c.forward is not torch.nn.Module.forward and c not in known]
-    return [*known, *sorted(others, key=lambda c: "For" in c.__name__)]
+    others = [c for c in others if c.forward is not torch.nn.Module.forward and c not in basic]
+    return [*basic, *sorted(others, key=lambda c: "For" in c.__name__)]
 
 
 def _candidates(name: str, config: Any, names: Any) -> list[torch.Tensor]:
-    """What an argument of this name could be: tensors for a batch of two."""
+    """Possible values for an argument of this name: tensors for a batch of two."""
     g = torch.Generator().manual_seed(1)
 
     def real(*shape: int) -> torch.Tensor:
@@ -179,7 +179,7 @@ USUAL = ("input_ids", "decoder_input_ids", "bbox", "pixel_values", "input_featur
 
 
 def _attempts(model: Any) -> Iterator[dict[str, Any]]:
-    """Keyword arguments that the model may take, the most complete ones first."""
+    """Candidates for the keyword arguments of a model, the most complete ones first."""
     parameters = inspect.signature(model.forward).parameters
     options = {name: _candidates(name, model.config, parameters) for name in parameters}
     main = [model.main_input_name]
@@ -201,7 +201,7 @@ def outputs(out: Any) -> list[torch.Tensor]:
 
 
 def loss(out: Any) -> torch.Tensor:
-    """A number of all outputs, by weights that differ."""
+    """A weighted sum of all outputs, with different weights."""
     total = torch.zeros(())
     for i, t in enumerate(outputs(out)):
         weights = torch.cos(torch.arange(t.numel(), dtype=total.dtype) * 1.7 + i).reshape(t.shape)
@@ -222,14 +222,14 @@ def make(cls: Any, config: Any) -> Any:
 
 
 def find(name: str) -> tuple[Any, Any, dict[str, Any]]:
-    """A class of models of a type, its configuration, and keyword arguments that the model takes.
+    """A class of models, a small configuration for it, and keyword arguments for the model.
 
     Args:
-        name: Of a model type (``"llama"``), or of a class of models (``"LlamaForCausalLM"``).
+        name: A model type (``"llama"``), or a class of models (``"LlamaForCausalLM"``).
 
     Raises:
-        LookupError: There is no such type or class.
-        ValueError: None was found that runs; with the first reason.
+        LookupError: The type or class does not exist.
+        ValueError: No such model runs; the message has the first reason.
     """
     wanted = getattr(transformers, name, None) if name not in CONFIG_MAPPING else None
     if own := getattr(wanted, "config_class", None):
@@ -237,8 +237,8 @@ def find(name: str) -> tuple[Any, Any, dict[str, Any]]:
     elif name not in CONFIG_MAPPING:
         classes = (n for n in dir(transformers) if re.search("For[A-Z]|Model$", n))
         near = difflib.get_close_matches(name, [*TYPES, *classes], cutoff=0.5)
-        hint = f"; near are {', '.join(near)}" if near else ""
-        raise LookupError(f"transformers has no model type and no class of models {name!r}{hint}")
+        hint = f"; similar names are {', '.join(near)}" if near else ""
+        raise LookupError(f"transformers has no model type or class of models {name!r}{hint}")
     reasons: list[Exception] = [ValueError("no class of models takes this configuration")]
     for options in ({}, {"fill": True}, {"fill": True, "scale": 4}):
         try:
@@ -253,8 +253,8 @@ def find(name: str) -> tuple[Any, Any, dict[str, Any]]:
             reasons.append(error)
     reason = reasons[:2][-1]
     raise ValueError(
-        "no model of this type, small, was found to run, with inputs that it takes"
-        f" ({type(reason).__name__}: {reason}); compare one that you make in a file"
+        "found no small model of this type, with inputs, that runs"
+        f" ({type(reason).__name__}: {reason}); make the model in a file, and name it instead"
     )
 
 
@@ -270,15 +270,15 @@ def _inputs(model: Any) -> dict[str, Any]:
 
 
 def loss_of(name: Any, remat: Any = None, prepare: Any = None) -> tuple[Any, tuple[Any, ...]]:
-    """A number of all outputs of a model, in eval mode, as a function; and its arguments.
+    """A function that reduces all outputs of a model in eval mode to a number, and its arguments.
 
-    These are the parameters by name, and a dictionary of the model's keyword arguments. Grids and
-    masks, by whose values a model makes shapes, are no arguments: the function closes over them.
+    The arguments are the parameters by name, and a dict of the model's keyword arguments. The
+    function closes over grids and masks whose values determine shapes, since they can't be traced.
 
     Args:
-        name: As for `find`, or what that returns.
-        remat: Which of its modules are regions, as for `functx.apply_remat`.
-        prepare: Called with the model before.
+        name: As for `find`, or a result of `find`.
+        remat: The modules that become regions, as for `functx.apply_remat`.
+        prepare: A function that is called with the model first.
     """
     cls, config, inputs = find(name) if isinstance(name, str) else name
     model = make(cls, config).eval()

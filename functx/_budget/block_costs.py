@@ -1,8 +1,8 @@
-"""What the blocks of a chain cost, measured: bytes on a tape, bytes while they run, work.
+"""Measure the cost of each block of a chain: bytes on the tape, bytes in the backward, FLOPs.
 
-The chain runs forward and is pulled back once, where it is called: inside of the same transforms.
-Autograd numbers its nodes as they are made, and pulls the youngest back first, so the number of the
-node that runs tells which block is being pulled back.
+The chain runs forward and is pulled back once, inside the transforms that surround the call.
+Autograd numbers nodes in the order in which they are made, and runs the newest first. So the number
+of the running node shows which block is being pulled back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Blocks = Sequence[Callable[[Any], Any]]
 
 
 def walk(tree: Tree, blocks: Blocks, x: Any, options: Options | None = None) -> Any:
-    """Run a chain as a tree says: blocks by number, tuples or lists as regions."""
+    """Run a chain with the regions of ``tree``: its tuples and lists of block numbers."""
     options = Options(name="a chain") if options is None else options
     for part in tree:
         x = blocks[part](x) if isinstance(part, int) else _region(part, blocks, x, options)
@@ -46,61 +46,70 @@ def _region(tree: Tree, blocks: Blocks, x: Any, options: Options) -> Any:
         return run(lambda x: walk(tree, blocks, x, own), (x,), {}, own)
     reads = set().union(*(blocks[n].reads for n in numbers))
     needed = {n: t for n, t in x.items() if n in reads}
-    passed = {n: t for n, t in x.items() if n not in reads}  # it is no input of the region
-    return {**passed, **run(lambda x: walk(tree, blocks, x, own), (needed,), {}, own)}
+    # Values that no block of the region reads go around it, so the region does not save them.
+    around = {n: t for n, t in x.items() if n not in reads}
+    return {**around, **run(lambda x: walk(tree, blocks, x, own), (needed,), {}, own)}
 
 
 def there_and_back(f: Callable[[Any], Any], x: Any, wanted: Sequence[bool]) -> Any:
-    """Run ``f(x)`` and pull back once, where this is called: on plain autograd, or by `grad`.
+    """Run ``f(x)`` and pull back once: with plain autograd, or inside a transform with `grad`.
 
-    Returns the gradients of the ``wanted`` tensors in ``x``, and of leaves that ``f`` reaches.
+    Returns the gradients of the ``wanted`` tensors in ``x``, and of leaves that ``f`` closes over.
     """
     tensors, how = _tree.partition(x)
-    given = [t for t, w in zip(tensors, wanted) if w]
+    chosen = [t for t, w in zip(tensors, wanted) if w]
 
-    def forward(given: Sequence[Tensor]) -> list[Tensor]:
-        it = iter(given)
+    def forward(chosen: Sequence[Tensor]) -> list[Tensor]:
+        it = iter(chosen)
         out = f(_tree.combine([next(it) if w else t for t, w in zip(tensors, wanted)], how))
         return [t for t in _tree.partition(out)[0] if t.grad_fn is not None]
 
     if _torch.peek_interpreter() is None:
-        leaves = [t.detach().requires_grad_() for t in given]
+        leaves = [t.detach().requires_grad_() for t in chosen]
         outs = forward(leaves)
-        below = [node.variable for node in tape_of(outs, 0) if hasattr(node, "variable")]
-        asked = {id(t): t for t in (*leaves, *below)}
-        if not outs or not asked:
+        captured = [node.variable for node in tape_of(outs, 0) if hasattr(node, "variable")]
+        inputs = {id(t): t for t in (*leaves, *captured)}
+        if not outs or not inputs:
             return ()
         ones = [torch.ones_like(o) for o in outs]
-        return torch.autograd.grad(outs, [*asked.values()], ones, allow_unused=True)
+        return torch.autograd.grad(outs, [*inputs.values()], ones, allow_unused=True)
 
-    def number(given: list[Tensor]) -> Tensor:
-        parts = [(torch.view_as_real(o) if o.is_complex() else o).sum() for o in forward(given)]
-        return torch.stack(parts).sum() if parts else given[0].new_zeros(())
+    def number(chosen: list[Tensor]) -> Tensor:
+        parts = [(torch.view_as_real(o) if o.is_complex() else o).sum() for o in forward(chosen)]
+        return torch.stack(parts).sum() if parts else chosen[0].new_zeros(())
 
+    # This `grad` replaces the derivative that the transforms around the call take.
     with standing_in():
-        return grad(number)(given) if given else forward(given)[:0]
+        return grad(number)(chosen) if chosen else forward(chosen)[:0]
 
 
 def peak_of(f: Callable[[Any], Any], x: Any, wanted: Sequence[bool]) -> int:
-    """The most bytes live while ``f(x)`` runs and is pulled back, beside what was there before."""
+    """The most bytes that ``f(x)`` and its pullback allocate at once."""
     with no_collection(), LiveStorages() as storages:
         there_and_back(f, x, wanted)
     return storages.peak
 
 
 class MeasuredChain(LiveStorages):
-    """Follows some blocks forward and back, called on a pytree of tensors off all tapes.
+    """Runs a chain forward and back, and records the bytes and FLOPs of each block.
 
-    ``required`` says which of the tensors are differentiated.
+    Args:
+        blocks: the chain.
+        x: a pytree of tensors that are on no tape.
+        required: which of these tensors are differentiated.
     """
 
     def __init__(self, blocks: Blocks, x: Any, required: Sequence[bool]) -> None:
         super().__init__()
-        self.states: list[list[Handed]] = []  # what goes from one block to the next
-        self._live: list[int] = []  # bytes there, in the forward
-        self._first_nodes: list[int] = []  # the number of the first node that autograd makes after
-        self._backward, self._work = ([0] * len(blocks) for _ in range(2))
-        self._pulled = len(blocks)  # the number of the block that is pulled back, or was last
+        # For each boundary between blocks: the storages that cross it, the bytes that are live
+        # there in the forward, and the sequence number of the next node that autograd makes.
+        self.states: list[list[Handed]] = []
+        self._live: list[int] = []
+        self._first_nodes: list[int] = []
+        # For each block: the most bytes live in its backward, and the FLOPs of its forward.
+        self._backward = [0] * len(blocks)
+        self._work = [0] * len(blocks)
+        self._pulled = len(blocks)  # the block that is pulled back now, or was last
 
         def chain(state: Any) -> Any:
             for block in blocks:
@@ -114,13 +123,13 @@ class MeasuredChain(LiveStorages):
         self._pull_back(0)
 
     def _cross(self, state: Any) -> None:
-        """The forward goes from one block to the next."""
-        known = {id(h.storage()): h for h in self.states[-1]} if self.states else {}
+        """Record the boundary that the forward has reached, with the values that cross it."""
+        earlier = {id(h.storage()): h for h in self.states[-1]} if self.states else {}
         storages = {id(s): s for t in _tree.partition(state)[0] for s in storages_of(t)}
         at = len(self.states)
         self.states.append(
             [
-                known.get(key) or Handed(weakref.ref(s), s.nbytes(), made=at)
+                earlier.get(key) or Handed(weakref.ref(s), s.nbytes(), made=at)
                 for key, s in storages.items()
             ]
         )
@@ -142,15 +151,17 @@ class MeasuredChain(LiveStorages):
         return out
 
     def _pull_back(self, block: int) -> None:
-        """A block is pulled back: of later ones nothing is, from now on."""
+        """Note that ``block`` is pulled back, so all later blocks are done."""
         if block < self._pulled:
+            # A storage that was freed since the last block began was on that block's tape.
             for h in itertools.chain.from_iterable(self.states):
                 if h.kept < 0 and h.storage() is None:
                     h.kept = self._pulled
             self._pulled = block
 
     def costs(self) -> list[BlockCosts]:
-        """What each block costs."""
+        """The cost of each block."""
+        # At each boundary, leave out storages that no block before it has on its tape.
         unsaved = [sum(h.nbytes for h in s if h.kept >= i) for i, s in enumerate(self.states)]
         saved = [live - nbytes for live, nbytes in zip(self._live, unsaved)]
         tapes = [after - before for before, after in itertools.pairwise(saved)]

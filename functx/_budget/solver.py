@@ -1,12 +1,15 @@
-"""Which blocks of a chain to recompute so that a pullback fits: an exact dynamic programme.
+"""An exact dynamic program that chooses which blocks of a chain to recompute.
 
-A chain of blocks is cut into a tree of regions. A block outside of all regions keeps what its
-pullback reads; a region keeps what goes into it, runs forward once more when it is pulled back, and
-is a chain again then. For each stretch of blocks, the programme finds every useful pair of memory
-needed and work done again, none of them better in both, from those of shorter stretches:
+A chain of blocks is cut into a tree of regions. A block outside all regions saves its residuals. A
+region saves its inputs. When it is pulled back, its blocks run forward once more, as a chain
+which may have regions again. For each stretch of consecutive blocks, the program finds the Pareto
+front of memory and repeated work, from the fronts of shorter stretches:
 
-    first block kept:   residuals of it, then the rest
-    first k in a region: the values that leave it, then the rest; later the k again, as a chain
+    the first block outside regions: its residuals, then the rest
+    the first k blocks as a region: its outputs, then the rest; later the k blocks again, as a chain
+
+What could be improved: the time grows with the cube of the number of blocks. Fronts with many
+points are thinned out (`FINEST`), and then the result may not be the best.
 
 Source:
     Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, *Optimal checkpointing for heterogeneous
@@ -24,53 +27,61 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Tree = Sequence[Any]
-"""Blocks by number; a tuple or list in it is a region."""
+"""Block numbers; a tuple or list in it is a region."""
 
-# Points of a frontier that are kept: more than stretches of up to ten blocks have.
+# The most points of a front that are used. Stretches of up to ten blocks have fewer.
 FINEST = 120
 
 
 class BlockCosts(NamedTuple):
-    """What one block costs; sizes in bytes."""
+    """The cost of one block; sizes in bytes."""
 
-    saved: int  # on its tape
-    backward: int  # most live while it is pulled back, its tape and all gradients included
-    work: int  # of its forward, in FLOPs; an element of anything but a product counts as one
+    saved: int  # bytes on its tape
+    backward: int  # most bytes live while it is pulled back, with its tape and all gradients
+    work: int  # FLOPs of its forward; operations other than products count one per element
 
 
 @dataclass
 class Handed:
-    """Memory that goes from one block to the next."""
+    """A storage that crosses boundaries between blocks.
+
+    Boundary ``i`` is in front of block ``i``.
+    """
 
     storage: weakref.ref[Any]
     nbytes: int
-    made: int  # by the block before this one; 0 if it was there before
-    kept: int = -1  # no block before this one has it on its tape; -1 for what is held otherwise
+    made: int  # the first boundary that it crosses: block `made - 1` made it, 0 for an input
+    # The first block that has it on its tape; the number of blocks if none has. -1 if something
+    # other than tapes keeps it alive.
+    kept: int = -1
 
 
 class Point(NamedTuple):
-    """A way to run a stretch."""
+    """A way to run a stretch of blocks."""
 
-    memory: int  # that it needs, in bytes, beside what blocks before it have saved
-    work: int  # done again, in FLOPs
-    tree: tuple[Any, ...]  # how
+    memory: int  # bytes that it needs in addition to what blocks before it have saved
+    work: int  # FLOPs that it repeats
+    tree: tuple[Any, ...]  # its regions
 
 
 def frontier(blocks: Sequence[BlockCosts], states: Sequence[Sequence[Handed]]) -> list[Point]:
-    """Ways to run a chain, by memory, each with less work than the one before.
+    """The Pareto front of ways to run a chain: more memory and less repeated work along the list.
 
-    ``states`` are what each block is given; the results come last, and are not counted.
+    Args:
+        blocks: the cost of each block.
+        states: the storages that cross each boundary. The last entry is the chain's result, which
+            is not counted.
     """
     n = len(blocks)
 
     @functools.cache
     def made(i: int, j: int, kept: bool = False) -> int:
-        """Bytes that block j is given of blocks i to j - 1, or only what they have on tapes."""
+        """Bytes that blocks i to j - 1 make and block j takes; with ``kept``, if on their tapes."""
         return sum(h.nbytes for h in states[j] if h.made > i and not (kept and h.kept >= j))
 
     @functools.cache
     def unsaved(i: int, j: int) -> int:
-        """Bytes that block i is given, and that no block before j has on its tape."""
+        """Bytes that block i takes and that no block before j has on its tape."""
         return sum(h.nbytes for h in states[i] if h.kept >= j)
 
     work_before = [0, *itertools.accumulate(block.work for block in blocks)]
@@ -78,21 +89,26 @@ def frontier(blocks: Sequence[BlockCosts], states: Sequence[Sequence[Handed]]) -
     for length in range(1, n + 1):
         for start in range(n - length + 1):
             end, block = start + length, blocks[start]
-            # A region's pullback holds the cotangents that it is given until it has ended.
+            # The pullback of a region holds the cotangents of its outputs until it ends.
             least = block.backward + made(start + 1, end)
             found = [
                 Point(max(least, block.saved + p.memory), p.work, (start, *p.tree))
                 for p in solved[start + 1, end]
             ]
-            # All of it in one region would be pulled back at once: as much memory, and more work.
+            # The whole stretch as one region is not tried: it would need as much memory as the same
+            # chain without that region, and more work.
             for cut in range(start + 1, end):
-                # Beside its inside a region has what it is given; the rest, what the region gives.
-                beside = unsaved(start, cut) + made(cut, end)
-                leaves = unsaved(start, start) + made(start, cut, kept=True)
-                inside = [(beside + p.memory, 0, p) for p in solved[start, cut]]
-                rest = [(leaves + p.memory, 1, p) for p in solved[cut, end]]
+                # While the region is pulled back, its inputs are live, and the cotangents that the
+                # pullback around it got for values made after the region. While the rest runs, the
+                # inputs and outputs of the region are live; outputs on tapes of the rest are
+                # counted there.
+                with_region = unsaved(start, cut) + made(cut, end)
+                with_rest = unsaved(start, start) + made(start, cut, kept=True)
+                inside = [(with_region + p.memory, 0, p) for p in solved[start, cut]]
+                rest = [(with_rest + p.memory, 1, p) for p in solved[cut, end]]
                 again = work_before[cut] - work_before[start]
-                best: list[Any] = [None, None]  # of each, what needs no more than this memory
+                # In order of memory, combine the cheapest way to run each part that fits so far.
+                best: list[Any] = [None, None]
                 for memory, which, point in sorted(inside + rest):
                     best[which] = point
                     if None not in best:
@@ -104,7 +120,7 @@ def frontier(blocks: Sequence[BlockCosts], states: Sequence[Sequence[Handed]]) -
 
 
 def _useful(points: list[Point]) -> list[Point]:
-    """Those that no other beats in memory and work; of many some, evenly by memory."""
+    """The points that no other beats in memory and work; if many, some of them, even in memory."""
     useful: list[Point] = []
     for point in sorted(points, key=lambda p: (p.memory, p.work)):
         if not useful or point.work < useful[-1].work:
@@ -115,12 +131,12 @@ def _useful(points: list[Point]) -> list[Point]:
 
 
 def numbers_in(tree: Iterable[Any]) -> list[Any]:
-    """The blocks of a tree."""
+    """The numbers of the blocks in a tree."""
     return [n for p in tree for n in (numbers_in(p) if isinstance(p, (list, tuple)) else [p])]
 
 
 def work_again(tree: Tree, work: Sequence[int], around: int = 0) -> int:
-    """The work that the regions of a tree do again."""
+    """The work that the regions of a tree repeat."""
     return sum(
         around * work[part] if isinstance(part, int) else work_again(part, work, around + 1)
         for part in tree

@@ -1,4 +1,4 @@
-"""The commands of the command line; each adds its parser to ``functx``."""
+"""The commands of ``functx`` on the command line. Each module adds the parser of its command."""
 
 from functx._cli.crosscheck import add_crosscheck as add_crosscheck
 from functx._cli.demo import add_demo as add_demo

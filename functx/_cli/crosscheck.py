@@ -1,4 +1,4 @@
-"""``functx crosscheck``: a function named on the command line, run in torch and in JAX."""
+"""``functx crosscheck``: run a function in torch and in JAX, and compare the results."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from functx._cli.target import CommandError, add_options, found, literal, status, write
 
 DESCRIPTION = """\
-Run a torch function or module and its derivatives in torch and in JAX, and compare: values,
-gradients, bytes kept by remat regions, products recomputed, memory. Where numbers differ, the first
-operation that does is named with its line of code."""
+Run a torch function or module and its derivatives in torch and in JAX, and compare values,
+gradients, the bytes that remat regions save, the matrix products that they recompute, and memory.
+If numbers differ, the first operation with another result is named, with its line of code."""
 
 EPILOG = """\
 examples:
@@ -24,11 +24,11 @@ examples:
   functx crosscheck net.py:loss --inputs make_inputs --in-dims None,0 --html report.html
   functx crosscheck hf:llama
 
-exit status: 0 if torch and JAX agree, 1 if they don't, 2 if they could not be compared."""
+exit status: 0 if torch and JAX agree, 1 if they don't, 2 if they can't be compared."""
 
 
 def add_crosscheck(commands: Any) -> None:
-    """Add the command and its options to those of a parser."""
+    """Add the command with its options."""
     parser = commands.add_parser(
         "crosscheck",
         help="compare a torch function with itself in JAX: values, derivatives, memory",
@@ -43,29 +43,29 @@ def add_crosscheck(commands: Any) -> None:
         nargs="+",
         metavar="T",
         help="what to compare: value, grad, vmap(grad), jvp, hvp, jacrev, jacfwd, hessian "
-        "(default: value and gradients); with blanks or commas between",
+        "(default: value and gradients); separated by blanks or commas",
     )
     parser.add_argument(
         "--argnums",
         type=literal,
         default=0,
-        help="which arguments derivatives are taken in: a number or a tuple; of a module, 0 is its "
+        help="which arguments to differentiate: a number or a tuple; for a module, 0 means its "
         "parameters (default: 0)",
     )
     parser.add_argument(
         "--in-dims",
         type=literal,
-        help="the function is that of one example: which axis of each argument numbers the "
-        "examples, such as None,0",
+        help="if the function takes one example: the axis of each argument along which the "
+        "examples lie, such as None,0",
     )
     parser.add_argument(
         "--rtol",
         type=float,
-        help="the difference allowed, relative to a tensor's largest entry (default: by dtype, "
-        "2e-5 in float32, and more, up to 0.1, where torch itself is farther from float64)",
+        help="the largest difference allowed, relative to a tensor's largest entry (default: by "
+        "dtype, 2e-5 in float32; more, up to 0.1, where torch itself differs more from float64)",
     )
     parser.add_argument(
-        "--atol", type=float, default=0.0, help="the absolute difference allowed too (default: 0)"
+        "--atol", type=float, default=0.0, help="an absolute difference to allow (default: 0)"
     )
     parser.add_argument(
         "--repeats", type=int, default=0, help="how many runs to time (default: 0, no times)"
@@ -76,8 +76,8 @@ def add_crosscheck(commands: Any) -> None:
         const=True,
         default=False,
         metavar="BACKEND",
-        help="compare eager, the trace of functx.jit, what it compiles (by BACKEND, default: its "
-        "own), and JAX, four in a row",
+        help="compare four ways to run it: in eager, the trace of functx.jit, its compiled code "
+        "(by BACKEND; default: that of functx.jit), and JAX",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures as JSON")
     parser.add_argument("--html", type=Path, metavar="PATH", help="write a page with all figures")

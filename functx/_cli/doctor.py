@@ -1,4 +1,4 @@
-"""``functx doctor``: versions, what works here, and which optional packages lack."""
+"""``functx doctor``: print versions, test the main transforms, and list missing packages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import functx
 from functx._cli.target import status, write
 
-# Optional packages, and what installs them; another is installed by its name.
+# Optional packages, and what to install for them. All others are installed by their own name.
 _EXTRAS = {
     "jax": "'functx[jax]'",
     **dict.fromkeys(("matplotlib", "rich", "scikit-learn"), "'functx[demo]'"),
@@ -29,11 +29,11 @@ def add_doctor(commands: Any) -> None:
     """Add ``functx doctor``."""
     parser = commands.add_parser(
         "doctor",
-        help="versions, what works here, and which optional packages lack",
+        help="print versions, what works here, and which optional packages are missing",
         description="Print versions and devices, try the main transforms, and name the optional "
         "packages that are missing. Exit status: 0, or 1 if something that is installed fails.",
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write it all as JSON")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything as JSON")
     parser.set_defaults(run=functools.partial(status, "doctor", _doctor))
 
 
@@ -54,11 +54,11 @@ def _doctor(options: argparse.Namespace) -> int:
         *checks.items(),
     ]
     width = max(len(name) for name, _ in rows)
-    for name, said in rows:
-        print(f"{name:<{width}}  {said}")
+    for name, text in rows:
+        print(f"{name:<{width}}  {text}")
     found = {"versions": versions, "devices": devices, "checks": checks}
     write(options.json, lambda path: path.write_text(json.dumps(found, indent=2) + "\n"))
-    return int(any(said.startswith("FAILS") for said in checks.values()))
+    return int(any(text.startswith("FAILS") for text in checks.values()))
 
 
 def _version(name: str) -> str | None:
@@ -93,7 +93,7 @@ def _compiled() -> str | None:
 
 def _jax() -> str | None:
     if importlib.util.find_spec("jax") is None:
-        return "JAX is missing"
+        return "JAX is not installed"
     from functx.compat import crosscheck
 
     found = crosscheck(_region, torch.linspace(0, 1, 3))

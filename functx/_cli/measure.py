@@ -1,4 +1,4 @@
-"""``functx memory`` and ``functx plan``: where the bytes of a function go, and how to need less."""
+"""``functx memory`` and ``functx plan``: measure a function's memory, and plan to need less."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ examples:
   functx memory package.model:Model --inputs make_inputs --plot memory.png
   functx plan net.py:blocks --args 'float32[64,128]' --budget 2GiB --json plan.json
 
-exit status: 0, 1 if no plan fits, 2 if it could not be measured."""
+exit status: 0; 1 if no plan fits; 2 if the function can't be measured."""
 
 
 def add_memory(commands: Any) -> None:
@@ -36,10 +36,10 @@ def add_memory(commands: Any) -> None:
     parser = _added(
         commands,
         "memory",
-        "the peak of a forward and a backward pass, and what is live there, line by line",
+        "measure the peak of a forward and a backward pass, and what is live there, line by line",
     )
     parser.add_argument(
-        "--forward", action="store_true", help="the forward pass alone (default: both)"
+        "--forward", action="store_true", help="measure only the forward pass (default: both)"
     )
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw live bytes over operations")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures as JSON")
@@ -49,15 +49,17 @@ def add_memory(commands: Any) -> None:
 def add_plan(commands: Any) -> None:
     """Add ``functx plan``."""
     parser = _added(
-        commands, "plan", "what to recompute, so that a forward and a backward pass fit in a budget"
+        commands,
+        "plan",
+        "choose what to recompute, so that a forward and a backward pass fit in a budget",
     )
     parser.add_argument(
         "--budget",
         required=True,
-        help="bytes such as 2GiB, or, up to 1.0, a share of the peak without regions",
+        help="bytes such as 2GiB, or a number up to 1.0: a share of the peak without regions",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="save the plan: Plan.load reads it"
+        "--json", type=Path, metavar="PATH", help="save the plan for functx.Plan.load"
     )
     parser.set_defaults(run=functools.partial(status, "plan", _plan))
 
@@ -78,8 +80,8 @@ def _memory(options: argparse.Namespace) -> int:
     f, args, kwargs = found(options)
     if not callable(f):
         raise CommandError(
-            f"{options.function} is a {type(f).__name__}; name a function or a module (a list of "
-            "blocks is for functx plan)"
+            f"{options.function} is a {type(f).__name__}; name a function or a module (only "
+            "functx plan takes a list of blocks)"
         )
     args, kwargs, leaves = _differentiated(f, args, kwargs)
     run = f if options.forward else _gradients(f, leaves)
@@ -101,7 +103,9 @@ def _memory(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     f, args, kwargs = found(options)
     if kwargs:
-        raise CommandError("a plan is of positional arguments; give a tuple of them")
+        raise CommandError(
+            "a plan takes positional arguments only; let --inputs return a tuple, not a dict"
+        )
     text = options.budget
     is_number = re.fullmatch(r"[\d.]+", text) is not None
     try:
@@ -112,8 +116,7 @@ def _plan(options: argparse.Namespace) -> int:
     try:
         found_plan = plan(f, *args, budget=budget)
     except ValueError as error:
-        said = str(error).removeprefix("functx.plan: ")
-        print(f"functx plan: {said}", file=sys.stderr)
+        print(f"functx plan: {str(error).removeprefix('functx.plan: ')}", file=sys.stderr)
         return 1
     print(found_plan)
     write(options.json, found_plan.save)
@@ -121,7 +124,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _differentiated(f: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:
-    """Arguments that require grad where they can, and all that is differentiated."""
+    """The arguments, which now require grad if they can, and all tensors to differentiate."""
 
     def leaf(x: Any) -> Any:
         return x.detach().requires_grad_() if has_derivatives(x) else x
@@ -132,15 +135,15 @@ def _differentiated(f: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tens
 
 
 def _gradients(f: Any, leaves: list[Tensor]) -> Callable[..., Any]:
-    """The gradients of the sum of all that ``f`` returns."""
+    """A function that computes the gradients of the sum of all tensors that ``f`` returns."""
     if not leaves:
-        raise CommandError("nothing can be differentiated; give --forward")
+        raise CommandError("no argument can be differentiated; use --forward")
 
     def gradients(*args: Any, **kwargs: Any) -> Any:
         outs = [t for t in tree.leaves(f(*args, **kwargs)) if isinstance(t, Tensor)]
         total = sum(t.real.sum() for t in outs if t.requires_grad)
         if not isinstance(total, Tensor):
-            raise CommandError("what it returns has no gradient; give --forward")
+            raise CommandError("the result of the function has no gradient; use --forward")
         return torch.autograd.grad(total, leaves, allow_unused=True)
 
     return gradients

@@ -1,4 +1,4 @@
-"""What a command is about: a function or module named as ``MODULE:NAME``, and its arguments."""
+"""Find the function or module that a command names as ``MODULE:NAME``, and its arguments."""
 
 from __future__ import annotations
 
@@ -22,49 +22,50 @@ from functx._models import apply_remat
 _SPEC = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d, ]*)\](?:<(?P<below>\d+))?$")
 
 
-FAILED = 2  # the exit status of what could not be done
+FAILED = 2  # the exit status of a command that raised an error
 
 
 class CommandError(Exception):
-    """What was asked for can't be done; the message says why, and what to do."""
+    """A command can't be run. The message says why, and what to do."""
 
 
 def status(command: str, run: Callable[[Any], int], options: argparse.Namespace) -> int:
-    """The exit status of a command; what can't be done is said on stderr, and is `FAILED`."""
+    """Run a command; returns its exit status, or `FAILED` with a message on stderr."""
     try:
         for path in (getattr(options, name, None) for name in ("json", "plot", "html")):
-            if path is not None and not path.parent.is_dir():  # before anything is measured
+            # Check this before a long measurement.
+            if path is not None and not path.parent.is_dir():
                 raise CommandError(f"can't write {path}: No such file or directory")
             if str(path) == "-":
-                raise CommandError("give the name of a file to write: tables are on stdout")
+                raise CommandError("can't write to '-': pass the name of a file")
         return run(options)
     except CommandError as error:
-        said = str(error)
+        message = str(error)
     except Exception as error:
         if getattr(options, "traceback", False):
             traceback.print_exception(error)
             return FAILED
-        # One note of JAX's is about tracebacks, of which there are none here.
+        # JAX adds a note about tracebacks, but no traceback is printed here.
         notes = [n for n in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in n]
         line = _line_of(error)
-        said = "\n".join([f"{type(error).__name__}: {error}", *notes, *line])
-    print(f"functx {command}: {said}", file=sys.stderr)
+        message = "\n".join([f"{type(error).__name__}: {error}", *notes, *line])
+    print(f"functx {command}: {message}", file=sys.stderr)
     return FAILED
 
 
 def _line_of(error: Exception) -> list[str]:
-    """The innermost line of the user's that raised an error, for a message."""
+    """The innermost line of user code in the traceback of an error, for a message."""
     packages = [importlib.import_module(name) for name in ("torch", "functx", "functx.compat")]
     folders = [str(Path(str(package.__file__)).parent) for package in packages]
     libraries = (*folders, sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
     frames = traceback.extract_tb(error.__traceback__)
     users = [f for f in frames if not f.filename.startswith((*libraries, "<"))]
-    users = [f for f in users if Path(f.filename).name != "functx"]  # the program
+    users = [f for f in users if Path(f.filename).name != "functx"]  # the script `functx` itself
     return [f"at {f.filename}:{f.lineno} in {f.name} (--traceback shows all)" for f in users[-1:]]
 
 
 def write(path: Path | None, writer: Callable[[Path], Any]) -> None:
-    """Write a file that was asked for, and say so."""
+    """Write a file, if a path is given, and print its name."""
     if path is None:
         return
     try:
@@ -75,20 +76,20 @@ def write(path: Path | None, writer: Callable[[Path], Any]) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say which function, and which arguments."""
+    """Add the options for the function and its arguments."""
     parser.add_argument(
         "function",
         metavar="MODULE:NAME",
         help="the function or module: a Python module or a .py file, a colon, and the name in it; "
-        "a class of modules is called without arguments; hf:NAME is a model type or class of "
-        "Hugging Face transformers at a small size, with inputs that it takes, in eval mode",
+        "a class of modules is called without arguments; hf:NAME is a small model of that type or "
+        "class of Hugging Face transformers, with suitable inputs, in eval mode",
     )
     parser.add_argument(
         "--inputs",
         metavar="[MODULE:]NAME",
-        help="a function that returns the arguments (a tuple; a dictionary is keyword arguments; "
-        "anything else is the only argument), or the arguments themselves; in the function's "
-        "module if none is named (default: `inputs` there, if it has it)",
+        help="the arguments, or a function that returns them: a tuple, a dict of keyword "
+        "arguments, or a single argument; looked up in the function's module if no module is "
+        "named (default: `inputs` in that module, if there is one)",
     )
     parser.add_argument(
         "--args",
@@ -97,14 +98,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the arguments: 'float32[4,3]' is a tensor of normal numbers of that shape, "
         "'int64[5]<10' of integers below 10, anything else a Python literal",
     )
-    parser.add_argument(
-        "--traceback", action="store_true", help="show all of an error, not its message alone"
-    )
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     parser.add_argument(
         "--remat",
         metavar="WHERE",
-        help="make these submodules regions before, by functx.apply_remat: 'layers.*', or "
-        "gradient_checkpointing for the layers that Hugging Face would checkpoint",
+        help="first make these submodules regions, by functx.apply_remat: for example 'layers.*', "
+        "or gradient_checkpointing for the layers that Hugging Face would checkpoint",
     )
     parser.add_argument("--seed", type=int, default=0, help="torch.manual_seed (default: 0)")
 
@@ -113,10 +112,10 @@ def found(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, 
     """The function or module, its arguments, and keyword arguments.
 
     Raises:
-        CommandError: something is not there, or can't be made.
+        CommandError: something can't be found or constructed.
     """
     if options.inputs is not None and options.args is not None:
-        raise CommandError("--inputs and --args both say what the arguments are; give one of them")
+        raise CommandError("use either --inputs or --args, not both")
     torch.manual_seed(options.seed)
     if options.function.startswith("hf:"):
         return *_of_hugging_face(options.function[3:], options.remat), {}
@@ -126,8 +125,8 @@ def found(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, 
             f = f()
         except TypeError as error:
             raise CommandError(
-                f"{options.function} can't be made without arguments ({error}); name a function or"
-                " a variable that holds the module"
+                f"{options.function} can't be constructed without arguments ({error}); name a "
+                "function or a variable that contains the module"
             ) from None
     if options.remat is not None:
         apply_remat(f, options.remat)
@@ -146,21 +145,23 @@ def _of_hugging_face(name: str, remat: str | None) -> tuple[Any, tuple[Any, ...]
 
 
 def literal(text: str) -> Any:
-    """A Python literal, as the type of an option."""
+    """Parse an option that is a Python literal."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no Python literal, such as None,0") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a Python literal, such as None,0"
+        ) from None
 
 
 def _named(text: str, module: Any) -> tuple[Any, Any]:
-    """The module and the object that ``MODULE:NAME`` says, or ``NAME`` in a module."""
+    """The module and the object for ``MODULE:NAME``, or for ``NAME`` in ``module``."""
     where, colon, name = text.rpartition(":")
     if colon:
         module = _module(where)
     elif module is None:
         raise CommandError(
-            f"{text!r} names no function: say where, as in module:function or file.py:function"
+            f"{text!r} does not name a module: write module:function or file.py:function"
         )
     try:
         return module, operator.attrgetter(name)(module)
@@ -180,7 +181,7 @@ def _module(where: str) -> Any:
     try:
         if not is_file:
             return importlib.import_module(where)
-        # By its path: it may be named like a module that is loaded, ``random.py``.
+        # The file may have the name of a module that is loaded, such as ``random.py``.
         while (module := sys.modules.get(name)) is not None:
             if getattr(module, "__file__", None) == str(path.resolve()):
                 return module
@@ -191,7 +192,7 @@ def _module(where: str) -> Any:
         return module
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == where
-        hint = "; is it another folder, or a file (file.py:name)?" if missing else ""
+        hint = "; is it in another folder, or is it a file (file.py:name)?" if missing else ""
         raise CommandError(
             f"importing {where} raised {type(error).__name__}: {error}{hint}"
         ) from error
@@ -202,8 +203,9 @@ def _inputs(options: argparse.Namespace, module: Any) -> tuple[tuple[Any, ...], 
         return tuple(map(_argument, options.args)), {}
     if options.inputs is None and not hasattr(module, "inputs"):
         raise CommandError(
-            f"what to call {options.function} with? Give --args (such as 'float32[4,3]'), or"
-            " --inputs with a function that returns the arguments, or define `inputs` next to it"
+            f"there are no arguments for {options.function}. Pass --args (such as 'float32[4,3]'), "
+            "or --inputs with a function that returns the arguments, or define `inputs` in the "
+            "same module"
         )
     name = options.inputs or "inputs"
     found = _named(name, module)[1]

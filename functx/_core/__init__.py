@@ -1,17 +1,17 @@
-"""What every other wing uses: pytrees, checks of arguments, errors, places in the user's code.
+"""Helpers that every other folder uses: pytrees, checks of arguments, errors, lines of user code.
 
 - `tree`: pytrees.
 - `validate`: checks of arguments, with the messages that users see.
 - `errors`: `RematError`, `ReplayError`, `TracingError`, `LoweringError`.
 - `source_location`: the line of the user's code that is running.
 - `objects`: reads containers and objects of users without running their code.
-- `closures`: what a function's code reads by name.
-- `backend_dispatch`: JAX arrays go to JAX, torch tensors to functx.
+- `closures`: lists the variables that a function's code reads by name.
+- `backend_dispatch`: sends calls with JAX arrays to JAX, and calls with torch tensors to functx.
 - `memory_tracker`: follows each storage from the operation that made it to its death.
 - `norm_derivatives`: derivatives of normalisations that torch gets wrong where they nest.
-- `linear_maps`: what is recorded to be transposed twice, by `functx.linearize`.
-- `ended_levels`: tensors that outlive the level of a transform.
-- `compiler_warnings`: what runs in eager under ``torch.compile``, and the warning about it.
+- `linear_maps`: marks tapes that `functx.linearize` records only to transpose them twice.
+- `ended_levels`: unwraps tensors that outlive the level of a transform.
+- `compiler_warnings`: runs functions in eager under ``torch.compile``, and warns about it.
 """
 
 from functx._core import memory_tracker as memory_tracker

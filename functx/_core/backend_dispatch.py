@@ -1,10 +1,11 @@
-"""Whose arrays a transform is given: torch tensors are functx's, JAX arrays are JAX's.
+"""Choose the framework of a transform by its arguments: functx for torch tensors, JAX for its own.
 
 NOTE [whose arrays]
-A transform can't know when it is made, so it asks at each call; without JAX in the process that is
-one look into a dict. If JAX arrays are among the arguments, JAX's transform of that name is given
-the untransformed function. A function that is itself such a transform asks again, with the tracers
-it gets: `functx.vmap(functx.grad(functx.remat(g)))` is `jax.vmap(jax.grad(jax.checkpoint(g)))`.
+A transform is made before its arguments are known, so the choice is made at each call. Without JAX
+in the process this costs one lookup in a dict. If an argument is a JAX array, JAX's transform of
+the same name is applied to the original function. If that function is itself a functx transform, it
+makes the same choice again when JAX calls it with tracers. So with JAX arrays
+`functx.vmap(functx.grad(functx.remat(g)))` is `jax.vmap(jax.grad(jax.checkpoint(g)))`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def backend_of(api: str, args: Any, kwargs: Any) -> Any:
-    """The module whose transforms these arguments need, ``None`` for torch; NOTE [whose arrays].
+    """The module with the transforms for these arguments; ``None`` for torch. NOTE [whose arrays].
 
-    Arrays of both kinds are a ``TypeError`` that names ``api``.
+    Raises a ``TypeError`` that names ``api`` if there are tensors and JAX arrays.
     """
     if torch.compiler.is_dynamo_compiling() or sys.modules.get("jax") is None:
         return None
@@ -33,7 +34,7 @@ def backend_of(api: str, args: Any, kwargs: Any) -> Any:
 
 
 def dispatches_on_arguments(transform: T) -> T:
-    """A transform of functions that looks at the arguments of the function it makes."""
+    """Decorate a transform that returns a function: each call of that function chooses."""
     name = transform.__name__
 
     @functools.wraps(transform)
@@ -48,7 +49,8 @@ def dispatches_on_arguments(transform: T) -> T:
                 try:
                     return own(*args, **kwargs)
                 except RecursionError:
-                    tree.leaves((args, kwargs))  # says so if the cause is an argument
+                    # If the cause is an argument that contains itself, this raises a better error.
+                    tree.leaves((args, kwargs))
                     raise
             return getattr(backend, name)(func, *options, **named)(*args, **kwargs)
 
@@ -58,7 +60,7 @@ def dispatches_on_arguments(transform: T) -> T:
 
 
 def dispatches_on_primals(transform: T) -> T:
-    """A transform that is given a function and its arguments at once."""
+    """Decorate a transform that takes a function together with its arguments, as ``vjp`` does."""
     name = transform.__name__
 
     @functools.wraps(transform)

@@ -1,4 +1,4 @@
-"""What the code of a function reads by name: closure cells, globals and defaults."""
+"""The variables that the code of a function reads by name: closure cells, globals and defaults."""
 
 from __future__ import annotations
 
@@ -21,27 +21,32 @@ PLAIN = {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.d
 
 
 def variables(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function, or one that it defines, reads by name: cells, globals; and defaults.
+    """Name and value of each variable that ``f``, or a function defined in it, reads by name.
 
-    And, as ``settings.scale``, plain values and tensors of the modules and classes among these.
+    These are closure cells and globals; defaults follow, with the name ``""`` if positional. For
+    each module or class among them, its tensors and plain values that the code may read are listed
+    as well, under names such as ``settings.scale``.
     """
     around, named = f.__globals__, list[tuple[str, Any]]()
     for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
-        with suppress(ValueError):  # not bound yet
+        with suppress(ValueError):  # the cell is not bound yet
             named.append((name, cell.cell_contents))
     named += [(name, around[name]) for name in _names(f.__code__) if name in around]
     yield from named
     yield from (("", value) for value in f.__defaults__ or ())
     yield from (f.__kwdefaults__ or {}).items()
     for _, space in named:
-        if is_of(space, _SPACES) and not (known := _names_in(space))[0].startswith("torch"):
+        if not is_of(space, _SPACES):
+            continue
+        name_of_space, contents = _namespace(space)
+        if not name_of_space.startswith("torch"):
             for name in _names(f.__code__):
-                value = known[1].get(name, f)
+                value = contents.get(name, f)  # `f` is neither a tensor nor plain
                 if is_of(value, Tensor) or type(value) in PLAIN:
-                    yield f"{known[0]}.{name}", value
+                    yield f"{name_of_space}.{name}", value
 
 
-def _names_in(space: Any) -> tuple[str, Any]:
+def _namespace(space: Any) -> tuple[str, Any]:
     """The name of a module or class and its namespace, without loading a lazy module."""
     if is_of(space, type):
         return _NAME_OF_CLASS(space), _DICT_OF_CLASS(space)

@@ -1,6 +1,6 @@
-"""What functx tells users of ``torch.compile``: transforms run in eager there, with one warning.
+"""Under ``torch.compile``, run transforms in eager and warn once.
 
-The private API behind it is in `functx._torch.compiler`, which warns nobody.
+`functx._torch.compiler` has the private API that this needs. It does not warn.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from functx._torch import compiler
 F = TypeVar("F", bound=Callable[..., Any])
 
 _IN_EAGER = (
-    "torch.compile runs transforms of functx, and regions in them, with a budget or by names, in "
-    "eager; functx.jit(f) compiles the whole stack as one graph, and keeps its recompute"
+    "torch.compile runs this in eager, like every functx transform, and every region that is in a "
+    "transform, has a budget or saves by name. functx.jit(f) compiles the whole stack as one "
+    "graph, with its recompute"
 )
 _told: set[Any] = set()
 
@@ -32,13 +33,17 @@ def uncompiled(f: F) -> F:
 
 @compiler.constant_in_graph
 def tell(name: str, what: str = _IN_EAGER) -> None:
-    """Warn once for each line that something runs in eager, or lacks something, when traced.
+    """Warn once per line of user code that ``name`` does not compile as it is written.
 
-    The compiler calls this while it traces. It is not part of what it compiles.
+    The compiler calls this function while it traces, and leaves the call out of the graph.
+
+    Args:
+        name: the function that the warning is about.
+        what: the end of the warning, without a period.
     """
     text = f"functx: {name}: {what}."
     frames = [f for f in compiler.traced_stack() if not is_internal(f.filename)]
-    lines = [(f.filename, f.lineno or 0) for f in frames[-1:]]  # nothing is traced in eager
+    lines = [(f.filename, f.lineno or 0) for f in frames[-1:]]  # empty in eager
     if (text, *lines) not in _told:
         _told.add((text, *lines))
         file, line = (*lines, line_of(where())[:2])[0]
@@ -47,13 +52,16 @@ def tell(name: str, what: str = _IN_EAGER) -> None:
 
 @compiler.constant_in_graph
 def exporting() -> bool:
-    """Whether ``torch.export`` or ``torch.jit.trace`` runs this; a warning says what that means."""
+    """Whether ``torch.export`` or ``torch.jit.trace`` runs this code; if so, warn.
+
+    Neither keeps regions.
+    """
     found = compiler.exporting()
     if found:
         tell(
             "a region",
-            "what torch.export and torch.jit.trace make of a model has none: nothing is computed "
-            "again where it is differentiated. functx.graph.remat puts recompute into a graph",
+            "torch.export and torch.jit.trace drop regions, so nothing is recomputed when the "
+            "exported model is differentiated. functx.graph.remat puts recompute into a graph",
         )
     return bool(found)
 
@@ -61,8 +69,8 @@ def exporting() -> bool:
 def told(f: F, like: Any = None) -> F:
     """Exclude ``f`` from torch.compile, and warn once when the compiler meets it.
 
-    The result has the name and the docstring of ``like``, the user's function, if that is given.
-    (It gets no other attributes: those of a module are its parameters.)
+    The result has the name and the docstring of the user's function ``like``, if that is given.
+    Other attributes are not copied: those of a module would be its parameters.
     """
     uncompiled(f)
     name = f"functx.{f.__name__}" if like is None else name_of(like)

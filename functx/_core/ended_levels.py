@@ -1,9 +1,10 @@
-"""Custom Functions whose backward runs when their level has ended.
+"""Custom Functions whose backward runs after their functorch level has ended.
 
-Such a backward finds wrappers of a dead level in ``ctx.saved_tensors`` and in its cotangents.
-torch's operations unwrap these, and so do functx's transforms, but ``torch.func.vjp`` does not:
-adjoints and implicit layers would meet an internal assert. At a level of functorch torch makes a
-class for each call of a Function; unwrapping is added to that class, and so to the one node.
+Such a backward finds wrappers of the ended level in ``ctx.saved_tensors`` and in its cotangents.
+torch's operations unwrap these, and so do functx's transforms, but ``torch.func.vjp`` does not: a
+backward that calls it (adjoint methods and implicit layers do) would fail at an internal assert.
+Inside a transform, torch makes a new class for each call of a Function, so unwrapping can be added
+to the class and affects one node alone.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from functx._torch import function_classes as function_classes
 
 
 def unwrap_for_backward(edges: Sequence[Any], classes: str) -> None:
-    """Let the custom Functions on a tape find what they saved without dead wrappers.
+    """Let the custom Functions on a tape read what they saved without wrappers of ended levels.
 
-    It begins at ``edges``, or tensors. ``classes`` is what `function_classes` said before it.
+    Args:
+        edges: where the tape begins; gradient edges or tensors.
+        classes: the value of `function_classes` before the tape was recorded.
     """
     if function_classes() == classes:
-        return  # no custom Function was applied
+        return  # no custom Function was applied on this tape
     todo: list[Any] = [e.grad_fn if isinstance(e, Tensor) else e and e.node for e in edges]
     seen: set[Any] = {None}
     while todo:

@@ -1,8 +1,9 @@
-"""Whether the nodes of a level are only recorded to be transposed twice.
+"""Mark tapes that are recorded only to be transposed twice.
 
-`functx.linearize` takes the transpose of a pullback, at cotangents of zero.  A function that has a
-forward mode and no reverse mode (a JAX function with a while loop) can take part in that: its
-gradient of zeros is zero, and what that transposes to is its forward mode.
+`functx.linearize` records a pullback, calls it with cotangents of zero, and transposes it. A
+function with a forward mode and no reverse mode (for example a JAX function with a while loop) can
+take part in that: for cotangents of zero its gradient is zero, and its forward mode serves as the
+transpose of its pullback.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ def _current() -> int | None:
 
 @contextmanager
 def only_transposed() -> Iterator[None]:
-    """Pullbacks of the current level's nodes, recorded inside, will be called with zeros alone."""
+    """A context: nodes recorded at the current level will be pulled back with zeros only."""
     token = _level.set(_current())
     try:
         yield
@@ -30,6 +31,6 @@ def only_transposed() -> Iterator[None]:
 
 
 def is_only_transposed() -> bool:
-    """Whether that is so of a node that is recorded now; of a level further in it is not."""
+    """Whether a node recorded now is in `only_transposed`; inner levels do not count."""
     level = _level.get()
     return level is not None and level == _current()

@@ -1,19 +1,21 @@
-"""Follow every storage that a program allocates, from the operation that made it to its death.
+"""Follow every storage that a program allocates, from the operation that made it until it is freed.
 
-``LiveStorages.live`` is at any moment the number of bytes of the storages that were created under
-the mode and still exist. Three things are seen exactly:
+``LiveStorages.live`` is, at any moment, the bytes of the storages that were created under the mode
+and still exist. Three things are seen exactly:
 
 - *births*, in a dispatch mode, which sits below autograd and functorch;
-- *deaths*, by a weak reference to the storage (not to a tensor: views share their storage and
+- *frees*, by a weak reference to the storage (not to a tensor: views share their storage and
   outlive each other), so that a free between two operations counts at once;
 - *resizes*, by reading the size again whenever an operation touches the storage.
 
-Not seen: workspace that a kernel allocates and frees within one operation, and memory that reaches
-torch from elsewhere (a NumPy array) until something copies it.
+Not seen: workspace that a kernel allocates and frees within one operation, and memory that torch
+shares with another library (a NumPy array), until something copies it.
 
 NOTE [lines of nodes]
-What the autograd engine runs has no line of its own. But nodes are numbered, in each thread, and an
-operation of the forward runs right after its node was made: so its line is known for the node.
+When the autograd engine runs an operation, no line of user code is running. The tracker reports the
+line of the forward operation instead. Autograd numbers the nodes of each thread in order, and a
+forward operation runs right after its node was made, so the tracker notes, at each operation, the
+line for all nodes that are new.
 """
 
 from __future__ import annotations
@@ -35,24 +37,27 @@ from functx._core import tree
 from functx._core.source_location import ModulePaths, Place, line_of, module_now, where
 from functx._torch import compiler
 
-# The node of a region; what runs in it, and not in a node that it runs, is its replay.
+# The name of a region's node. Operations that run directly in that node are the region's replay.
 REGION = "RegionNodeBackward"
 
 
 @dataclass(frozen=True)
 class Held:
-    """What holds bytes: a storage, and the operation that made it.
+    """A storage that held memory, and the operation that made it.
 
     Attributes:
-        operation: its name, as in ``Profile.timeline``.
-        shape: of the result, below all transforms; so ``dtype`` and ``device``.
-        nbytes: bytes that it held at the peak.
-        file: of the line outside of torch and functx that called the operation; in a backward pass
-            that of the forward operation whose derivative it is a part of, where that is known.
-        line: its number.
-        function: what the line is in.
-        module: the path of the ``nn.Module`` that was running, from the outermost.
-        phase: ``"forward"``, ``"backward"``, or ``"replay"``: of a region, in a backward pass.
+        operation: the name of the operation, as in ``Profile.timeline``.
+        shape: the shape of the operation's result, below all transforms.
+        dtype: its dtype.
+        device: its device.
+        nbytes: the bytes that the storage held at the peak.
+        file: the file of the user code that called the operation. For an operation of a backward
+            pass, the file of the forward operation that it differentiates, where that is known.
+        line: the line number in ``file``.
+        function: the name of the function around that line.
+        module: the path of the ``nn.Module`` that was running, from the outermost one.
+        phase: ``"forward"``, ``"backward"``, or ``"replay"`` for a region that is run again in a
+            backward pass.
     """
 
     operation: str
@@ -79,7 +84,7 @@ class Held:
 
 
 def _phase() -> str:
-    """What the operation that runs now is a part of, as in `Held`."""
+    """The phase of the operation that runs now, as in `Held`."""
     node = _torch.current_node()
     if node is None:
         return "forward"
@@ -87,7 +92,7 @@ def _phase() -> str:
 
 
 class Event(NamedTuple):
-    """One operation: its place in the order, its name, and the bytes live when it had run."""
+    """One operation: its position in the order, its name, and the bytes live after it ran."""
 
     position: int
     operation: str
@@ -95,32 +100,32 @@ class Event(NamedTuple):
 
 
 class _Block(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to one storage, which also says what is counted for it."""
+    """A weak reference to one storage, with the bytes that are counted for it."""
 
     __slots__ = ("base", "counted", "key", "made")
 
-    key: int  # id of the storage, which torch keeps for the life of the storage
-    made: Held  # by the operation that made it, or met it first
-    base: int  # bytes it had before the context
-    counted: int  # bytes that are in `live` on its behalf
+    key: int  # id of the storage object, which torch keeps as long as the storage lives
+    made: Held  # the operation that made the storage, or the first one that used it
+    base: int  # bytes of the storage before the context was entered
+    counted: int  # bytes of the storage that are included in `live`
 
 
 class LiveStorages(_torch.TorchDispatchMode):
     """A context that counts live bytes and operations below autograd and functorch.
 
-    A storage that existed before the context was entered is not counted, but by how much it grows
-    is. After the context, ``live`` still goes down as storages die, and nothing is added.
+    For a storage that existed before the context was entered, only growth is counted. After the
+    context is left, ``live`` still decreases when a storage is freed, and never increases.
 
     Args:
-        lines: whether to look for the line that makes each storage, which takes time.
+        lines: whether to find the line of user code that makes each storage. This takes time.
 
     Attributes:
-        live: Bytes of the storages created in the context that exist now.
-        peak: The highest ``live`` so far.
-        operations: How often each operation ran; ATen operations under their bare name
+        live: bytes of the storages created in the context that exist now.
+        peak: the highest ``live`` so far.
+        operations: how often each operation ran; ATen operations under their bare name
             (``"mm"``, ``"add_"``), others with their namespace (``"prims::sum"``).
-        timeline: One `Event` an operation.
-        phases: For each event, what it is a part of, as in `Held`.
+        timeline: one `Event` per operation.
+        phases: the phase of each event, as in `Held`.
 
     Example:
         >>> x = torch.ones(100, dtype=torch.float64)
@@ -133,7 +138,7 @@ class LiveStorages(_torch.TorchDispatchMode):
         (0, 800)
     """
 
-    # A higher-order operator that asks the mode is run as it is; what it runs inside is seen.
+    # Run higher-order operators unchanged: the mode sees the operations that they run inside.
     supports_higher_order_operators = True
 
     def __init__(self, lines: bool = False) -> None:
@@ -145,13 +150,15 @@ class LiveStorages(_torch.TorchDispatchMode):
         self.timeline: list[Event] = []
         self.phases: list[str] = []
         self._modules: ModulePaths = {}
-        # Lines and modules by thread and number of a node; the first number in each thread.
+        # The line and the module of each node, by thread and sequence number.
         self._sites: dict[tuple[int, int], tuple[Place, str]] = {}
         self._thread = threading.get_ident()
+        # The first sequence number in each thread that may be noted in `_sites`.
         self._first = {self._thread: _torch.next_sequence_number()}
         self._blocks: dict[int, _Block] = {}
-        self._changes: list[tuple[int, int, Held]] = []  # after which event, bytes, of what
-        self._until_peak = 0
+        # Changes of `live`: the number of events before it, the bytes, and the storage.
+        self._changes: list[tuple[int, int, Held]] = []
+        self._until_peak = 0  # how many of these changes led to the peak
         # The callback must not keep the mode alive: blocks -> callback -> mode would be a cycle.
         me = weakref.ref(self)
 
@@ -163,13 +170,13 @@ class LiveStorages(_torch.TorchDispatchMode):
         self._forget = forget
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and meet what it is given and gives."""
+        """Run the operation, and count the storages of its arguments and results."""
         kwargs = kwargs or {}
         inputs = tree.partition((args, kwargs))[0]
         if any(map(_torch.is_traceable_wrapper_subclass, inputs)):
-            return NotImplemented  # the subclass first: the mode then sees its inner tensors
+            return NotImplemented  # the subclass runs first, and the mode sees its inner tensors
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
-            # No layer above the mode takes composite operations apart there, so it does.
+            # In inference mode torch does not decompose composite operations above this mode.
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -177,17 +184,17 @@ class LiveStorages(_torch.TorchDispatchMode):
         if self._lines:
             self._note_nodes()
         name = operation_name(func)
-        # `lift_fresh` hands over what torch.tensor has made without dispatching anything.
-        self._meet(inputs, name, name == "lift_fresh")
+        # torch.tensor allocates without dispatching an operation, and then calls `lift_fresh`.
+        self._count(inputs, name, fresh=name == "lift_fresh")
         out = func(*args, **kwargs)
-        self._meet(tree.partition(out)[0], name, True)
+        self._count(tree.partition(out)[0], name, fresh=True)
         self.operations[name] += 1
         self.timeline.append(Event(len(self.timeline), name, self.live))
         self.phases.append(_phase())
         return out
 
-    def _meet(self, tensors: list[torch.Tensor], name: str, fresh: bool) -> None:
-        """Count the storages that are fresh, and what the others have grown by."""
+    def _count(self, tensors: list[torch.Tensor], name: str, *, fresh: bool) -> None:
+        """Count the bytes of storages that are new if ``fresh``; of all others, only growth."""
         for tensor in tensors:
             for storage in storages_of(tensor):
                 key, nbytes = id(storage), storage.nbytes()
@@ -200,7 +207,7 @@ class LiveStorages(_torch.TorchDispatchMode):
                 block.counted = counted
 
     def _note_nodes(self) -> None:
-        """Nodes made since the last call are of the line that runs; NOTE [lines of nodes]."""
+        """Note the line that runs for nodes made since the last call; NOTE [lines of nodes]."""
         thread, number, site = threading.get_ident(), _torch.next_sequence_number(), None
         for node in range(number - 1, self._first.setdefault(thread, number) - 1, -1):
             if (thread, node) in self._sites:
@@ -213,7 +220,7 @@ class LiveStorages(_torch.TorchDispatchMode):
     def _made(self, tensor: torch.Tensor, operation: str) -> Held:
         node, site = _torch.current_node(), None
         if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
-            # Of a replay on this thread, or of the forward.
+            # The node was made in a replay on this thread, or in the forward pass.
             number = _torch.sequence_number(node)
             threads = threading.get_ident(), self._thread
             site = next(filter(None, (self._sites.get((t, number)) for t in threads)), None)
@@ -236,12 +243,12 @@ class LiveStorages(_torch.TorchDispatchMode):
         return sum(self._blocks[key].counted for key in keys & self._blocks.keys())
 
     def first_use(self, storage: torch.UntypedStorage) -> tuple[Held | None, bool]:
-        """What made a storage, or met it first; and whether it was made in the context."""
+        """The operation that made or first used a storage, and whether it ran in the context."""
         block = self._blocks.get(id(storage))
         return (None, False) if block is None else (block.made, block.base == 0)
 
     def at_the_peak(self) -> list[Held]:
-        """What was live at the peak, largest first."""
+        """The storages that were live at the peak, largest first."""
         made, live = dict[int, Held](), Counter[int]()
         for _, nbytes, one in self._changes[: self._until_peak]:
             made[id(one)] = one
@@ -249,15 +256,15 @@ class LiveStorages(_torch.TorchDispatchMode):
         return [replace(made[key], nbytes=n) for key, n in live.most_common() if n > 0]
 
     def history(self) -> list[tuple[int, int, str]]:
-        """Every change: after how many operations, by how many bytes, and whose they are."""
+        """Each change of ``live``: the operations before it, the bytes, and the place."""
         return [(at, nbytes, made.place) for at, nbytes, made in self._changes]
 
 
 class Allocations(LiveStorages):
-    """What torch's allocator hands out on CPU, in place of storages: for compiled code.
+    """Counts what torch's CPU allocator hands out, instead of storages; for compiled code.
 
-    Workspace that a kernel allocates counts. The timeline has one `Event` an allocation, and is
-    there when the context is left; what made the bytes is not known.
+    Workspace that a kernel allocates is counted too. The timeline has one `Event` per allocation
+    and is filled when the context is left. The operation behind an allocation is not known.
     """
 
     def __enter__(self) -> Allocations:
@@ -283,11 +290,11 @@ def operation_name(func: Any) -> str:
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages behind a tensor: several for some kinds, none for those without memory."""
+    """The storages behind a tensor: several for sparse and wrapped ones, none on ``meta``."""
     layout = tensor.layout
-    parts: list[torch.Tensor] = []  # that hold the numbers of a tensor which is a wrapper of them
+    parts: list[torch.Tensor] = []  # the inner tensors, if `tensor` wraps others
     if _torch.is_traceable_wrapper_subclass(tensor):
-        # (Since torch 2.13 a DTensor names its mesh there, too.)
+        # Since torch 2.13 the names include the mesh of a DTensor, which is not a tensor.
         named = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         parts = [part for part in named if isinstance(part, torch.Tensor)]
     elif _torch.is_wrapped(tensor):
@@ -300,7 +307,7 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
         parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     elif layout == torch.strided:
         storage = tensor.untyped_storage()
-        # (Of a FakeTensor, in a trace, it is as large as the memory that it stands for.)
+        # A FakeTensor's storage is on "meta" too, but has the size of the memory it represents.
         if storage.device.type != "meta" or isinstance(tensor, _torch.FakeTensor):
             yield storage
     for part in parts:
@@ -308,13 +315,13 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def cuda_devices() -> range:
-    """The devices of CUDA, where it is used."""
+    """All CUDA devices if this process uses CUDA, else none."""
     return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep the collector of cycles from making a peak depend on when it last ran."""
+    """Disable the cyclic garbage collector, so that a peak does not depend on when it runs."""
     restore = gc.enable if gc.isenabled() else gc.disable
     gc.disable()
     try:

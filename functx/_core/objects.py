@@ -1,4 +1,4 @@
-"""Reads objects of users and of other libraries without running their code.
+"""Read objects of users and of other libraries without running their code.
 
 A class may override any method that a walk over objects would call: ``__len__`` of a tuple may
 raise, ``values`` of a dict may load a file for each value, and reading any attribute of a lazy
@@ -29,7 +29,7 @@ def contents(x: Any) -> tuple[Any, ...] | None:
     if kind is list or kind is tuple:
         return (*x,)
     if issubclass(kind, dict):
-        # (The order of an OrderedDict is not that of the dict below it.)
+        # An OrderedDict keeps its order outside the dict that it derives from.
         base = OrderedDict if issubclass(kind, OrderedDict) else dict
         return (*base.keys(x), *base.values(x))
     if issubclass(kind, (list, tuple, set, frozenset)):
@@ -38,7 +38,7 @@ def contents(x: Any) -> tuple[Any, ...] | None:
 
 
 def attributes(x: Any) -> dict[Any, Any] | None:
-    """The ``__dict__`` of ``x``, or ``None`` if there is no such dict.
+    """The ``__dict__`` of ``x``, or ``None`` if ``x`` has no such dict.
 
     The class may define ``__dict__`` as a property; an error that this raises counts as no dict.
     """

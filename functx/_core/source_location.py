@@ -1,7 +1,7 @@
-"""Lines of the user's code: which one runs, and in which modules.
+"""Find the line of user code that is running, and the modules that it runs in.
 
-A place is a code object and an instruction, not a frame, which would keep alive all that it refers
-to; the line is looked up when somebody asks for it.
+A `Place` is a code object and an instruction. It is not a frame, because a frame would keep all of
+its variables alive. `line_of` looks the line number up when a message needs it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Place = tuple[types.CodeType, int]
 ModulePaths = dict[nn.Module, dict[nn.Module, str]]  # by root, the path of each module in it
 
 _FUNCTX = os.path.dirname(os.path.dirname(__file__))
-# Files below these folders, and code without a file that Python and torch.fx make, are not the
-# user's.
+# Files in these folders are not user code. Neither is code without a file, which Python and
+# torch.fx make.
 _internal: tuple[str, ...] = (
     os.path.dirname(torch.__file__) + os.sep,
     _FUNCTX + os.sep,
@@ -31,7 +31,7 @@ _internal: tuple[str, ...] = (
 
 
 def add_internal(file: str) -> None:
-    """Count the folder of ``file``, a package's ``__init__``, as a framework's own code."""
+    """Count the folder of ``file``, a package's ``__init__``, as framework code."""
     global _internal
     _internal = (*_internal, os.path.dirname(file) + os.sep)
     is_internal.cache_clear()
@@ -44,9 +44,10 @@ def is_internal(filename: str) -> bool:
 
 
 def where(inner: int = 1) -> Place:
-    """The line outside of torch and functx that is running; without one, the outermost of all.
+    """The place in user code that is running; the outermost frame if there is no user code.
 
-    So many ``inner`` frames are known to be none.
+    Args:
+        inner: how many innermost frames to skip because they are functx's own.
     """
     frame = sys._getframe(inner)
     while is_internal(frame.f_code.co_filename) and frame.f_back is not None:
@@ -57,7 +58,7 @@ def where(inner: int = 1) -> Place:
 def users_line(error: BaseException | None = None) -> tuple[str, int, str] | None:
     """File, line and function of the user's code that is running, or that raised ``error``.
 
-    ``None`` where no code of the user's is among the frames.
+    ``None`` if no frame is user code.
     """
     if error is not None:
         frames = traceback.extract_tb(error.__traceback__)
@@ -72,7 +73,7 @@ def users_line(error: BaseException | None = None) -> tuple[str, int, str] | Non
 
 
 def line_now(error: BaseException | None = None) -> str:
-    """``file:line`` of the user's code that is running, or that an error has come from."""
+    """``file:line`` of the user's code that is running, or that raised ``error``."""
     found = (error and users_line(error)) or line_of(where())
     return f"{found[0]}:{found[1]}"
 
@@ -84,8 +85,11 @@ def line_of(place: Place) -> tuple[str, int, str]:
     return code.co_filename, next(lines, code.co_firstlineno), code.co_qualname
 
 
-def module_now(known: ModulePaths) -> str:
-    """The path from the outermost module that is running, or was; ``known`` is kept."""
+def module_now(cache: ModulePaths) -> str:
+    """The path of the innermost module that is running, from the outermost module seen so far.
+
+    ``cache`` holds the paths below each outermost module, and is filled by these calls.
+    """
     running: list[nn.Module] = []
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -94,7 +98,7 @@ def module_now(known: ModulePaths) -> str:
         frame = frame.f_back
     if not running:
         return ""
-    root = next((r for r, paths in known.items() if running[-1] in paths), running[-1])
-    if root not in known:
-        known[root] = {m: path for path, m in root.named_modules(remove_duplicate=False)}
-    return known[root].get(running[0], "")
+    root = next((r for r, paths in cache.items() if running[-1] in paths), running[-1])
+    if root not in cache:
+        cache[root] = {m: path for path, m in root.named_modules(remove_duplicate=False)}
+    return cache[root].get(running[0], "")

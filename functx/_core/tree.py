@@ -1,6 +1,6 @@
-"""Pytrees, by optree; containers that are registered with torch are containers here too.
+"""Pytrees, by optree, including the classes that are registered with torch.
 
-``None`` is a leaf: to every caller here it is static structure.
+``None`` is a leaf, so that `partition` puts it with the other values that are not tensors.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functx._torch import pytrees
 
 TreeSpec = Any
 ENDLESS = (
-    "functx: an argument or a result is a list, tuple or dict that holds itself (or containers in "
-    "each other, hundreds deep), which no pytree can be. Let the function close over it, or pass "
-    "the tensors that it reads of it."
+    "functx: an argument or a result is a list, tuple or dict that contains itself (or is nested "
+    "hundreds deep), so it is not a pytree. Let the function close over it, or pass only the "
+    "tensors that the function reads from it."
 )
 
 
@@ -53,7 +53,7 @@ def paths(tree: Any) -> list[str]:
 
 
 def is_node(one: Any) -> bool:
-    """Whether ``one`` is taken apart, in some way."""
+    """Whether ``one`` is a container, not a leaf."""
     parts = leaves(one)
     return len(parts) != 1 or parts[0] is not one
 
@@ -65,7 +65,8 @@ def shown(spec: TreeSpec) -> str:
 
 def is_tensor(leaf: Any) -> bool:
     """Whether a leaf is a tensor."""
-    # (isinstance also believes a stand-in of another library, which the C++ of torch can't take.)
+    # isinstance would accept another library's object that claims to be a Tensor by `__class__`,
+    # and torch's C++ can't use such an object.
     return issubclass(type(leaf), torch.Tensor)
 
 
@@ -90,14 +91,17 @@ def combine(tensors: Sequence[torch.Tensor], how: Any) -> Any:
 
 def is_tensor_dict(one: Any) -> bool:
     """Whether ``one`` is a TensorDict or a tensorclass; ``vmap`` maps their batch size too."""
-    if isinstance(one, torch.Tensor):  # (what looks at classes is not asked about tensors)
+    if isinstance(one, torch.Tensor):
         return False
     found = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
     return found is not None and bool(found(type(one)))
 
 
 def leaves_as(spec: TreeSpec, tree: Any) -> list[Any]:
-    """The leaves of a tree in the order of ``spec``; of another structure, a ``ValueError``."""
+    """The leaves of ``tree`` in the order of ``spec``.
+
+    Raises a ``ValueError`` if ``tree`` has another structure.
+    """
     found = _flatten_up_to(spec, tree)
     if any(map(is_node, found)):
         raise ValueError(f"{shown(spec)} and {shown(flatten(tree)[1])}")
@@ -107,14 +111,14 @@ def leaves_as(spec: TreeSpec, tree: Any) -> list[Any]:
 def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Any = None) -> list[Any]:
     """For each leaf of ``tree``, in its order, the leaf of a pytree prefix above it.
 
-    Dicts of the prefix may have another order. A ``ValueError`` if it is no prefix.
+    Dicts of the prefix may have another order. Raises a ``ValueError`` if it is not a prefix.
     """
     heads = leaves(prefix)
     return [heads[number] for number in broadcast_prefix_numbers(prefix, tree, is_leaf)]
 
 
 def broadcast_prefix_numbers(prefix: Any, tree: Any, is_leaf: Any = None) -> list[int]:
-    """As `broadcast_prefix`, with the number of each leaf of the prefix in place of the leaf.
+    """Like `broadcast_prefix`, with the number of each leaf of the prefix in place of the leaf.
 
     Neither tree is rebuilt: a registered class may accept nothing but tensors as its leaves.
     """

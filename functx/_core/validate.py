@@ -1,7 +1,7 @@
-"""Checks of what a caller hands over: each names the transform, the value it got and the remedy.
+"""Checks of arguments. Each error names the transform, the value that it got, and the remedy.
 
-Types and words of errors follow :mod:`torch.func`, so that code which catches its errors catches
-these too. What can be seen as a transform is made raises there, not at the first call.
+Types and words of errors follow :mod:`torch.func`, so code that catches torch's errors catches
+these too. Errors that can be found when a transform is made are raised then, not at the first call.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Randomness = Literal["error", "different", "same"]
 Static = tuple[tuple[int, ...], tuple[str, ...]]
 
 
-# Options that JAX or torch has, and what functx has in their place.
+# Options of JAX or torch, with what to use in functx instead.
 _ELSEWHERE = {
     "in_axes": "functx calls it in_dims, as torch.func does",
     "out_axes": "functx calls it out_dims, as torch.func does",
-    "axis_size": "the size is that of the mapped arguments; map over torch.arange(size) if the "
-    "function takes none",
+    "axis_size": "functx takes the size from the mapped arguments; map over torch.arange(size) if "
+    "the function takes none",
     "axis_name": "functx has no named axes; reduce over the dimension that vmap returns",
     "spmd_axis_name": "functx has no named axes; shard tensors with torch.distributed.tensor",
     "argnum": "functx calls it argnums",
-    "holomorphic": "leave it out: a real function of complex tensors needs no option; for a "
-    "complex result call functx.vjp",
+    "holomorphic": "leave it out: a function of complex tensors with a real result needs no "
+    "option; for a complex result call functx.vjp",
     "allow_int": "leave it out: tensors of integers have no derivative; name the other arguments "
     "in argnums",
     "reduce_axes": "functx has no named axes; leave it out",
@@ -45,7 +45,7 @@ _ELSEWHERE = {
     "static_argnames": "leave it out: arguments that are not tensors belong to a graph's signature",
     "donate_argnums": "functx does not reuse the memory of arguments; leave it out",
     "donate_argnames": "functx does not reuse the memory of arguments; leave it out",
-    "inline": "leave it out: inside of another functx.jit, a function is a part of that graph",
+    "inline": "leave it out: inside another functx.jit, a function is a part of that graph",
     "device": "leave it out: a graph runs where its arguments are",
     "fullgraph": "leave it out: functx.jit always makes one graph, or raises TracingError",
     "concrete": "leave it out: Python values are concrete in a region",
@@ -55,7 +55,7 @@ _ELSEWHERE = {
 
 
 def check_options(api: str, given: Iterable[str]) -> None:
-    """Raises ``TypeError`` for an option of JAX or torch that functx spells in another way."""
+    """Raises ``TypeError`` for an option of JAX or torch that functx does not have."""
     for option in given:
         if option in _ELSEWHERE:
             raise TypeError(
@@ -71,7 +71,7 @@ def refuse_options(api: str, given: Iterable[str]) -> None:
 
 
 def with_options(transform: T) -> T:
-    """A transform whose error for an option of JAX or torch says what functx calls it."""
+    """Decorate a transform so that an option of JAX or torch raises an error with the remedy."""
     api = transform.__name__
 
     @functools.wraps(transform)
@@ -98,7 +98,7 @@ def check_argnums(argnums: Any, api: str) -> None:
     if not are_ints or not chosen or len(set(chosen)) < len(chosen):
         raise RuntimeError(
             f"{api}: argnums must be int or Tuple[int, ...], which must be non-empty, and elements "
-            f"must be unique, got: {argnums!r}"
+            f"must be unique, got: {argnums!r}"  # the words of torch.func
         )
 
 
@@ -108,20 +108,24 @@ def resolve_argnums(argnums: Argnums, num_args: int, api: str) -> tuple[int, ...
     positions = tuple(n + num_args * (n < 0) for n in chosen)
     if not {*positions} <= {*range(num_args)} or len({*positions}) < len(positions):
         raise RuntimeError(
-            f"{api}: Got argnums={argnums}, but only {num_args} positional inputs, and elements "
-            "must be unique; arguments passed by keyword can't be differentiated"
+            f"{api}: Got argnums={argnums}, but only {num_args} positional inputs. Elements must "
+            "be unique, and arguments passed by keyword can't be differentiated"
         )
     return positions
 
 
 class NotDifferentiableError(ValueError, RuntimeError):
-    """A leaf without derivatives: torch raises the one or the other, by transform and by leaf."""
+    """A leaf without derivatives.
+
+    torch.func raises one of the two base classes, depending on the transform and on the leaf.
+    """
 
 
 _LEAVES_OF_JAX = (
-    "JAX can take it apart and torch can't: differentiate with respect to its leaves (leaves, tree "
-    "= jax.tree.flatten(x), which jax.tree.unflatten(tree, leaves) puts together again in the JAX "
-    "function; of an Equinox module those of its arrays, equinox.partition(x, equinox.is_array))"
+    "it is a pytree of JAX that torch does not know: differentiate with respect to its leaves "
+    "(leaves, tree = jax.tree.flatten(x)), and call jax.tree.unflatten(tree, leaves) in the JAX "
+    "function; for an Equinox module, first separate its arrays by equinox.partition(x, "
+    "equinox.is_array)"
 )
 
 
@@ -146,16 +150,17 @@ def check_inputs(args: Sequence[Any], positions: Sequence[int], api: str) -> Non
                 f"dtype, got {describe(leaf)} of type {name} in argument {position}; {remedy}, or "
                 "don't differentiate it"
             )
-    # There torch says without an error that derivatives are zero. (Versions compare as such.)
+    # Before torch 2.13, derivatives in inference mode are zero, without an error.
+    # (`torch.__version__` compares as a version, not as a string.)
     if torch.is_inference_mode_enabled() and torch.__version__ < "2.13":
         raise RuntimeError(
-            f"{api}: torch {torch.__version__} has no derivatives in torch.inference_mode. Leave "
-            "it, or use torch.no_grad()."
+            f"{api}: torch {torch.__version__} has no derivatives in torch.inference_mode. Call "
+            f"{api} outside of it, or use torch.no_grad() instead."
         )
 
 
 def split_aux(result: Any, api: str) -> tuple[Any, Any]:
-    """The two parts of what a function called with ``has_aux=True`` returned."""
+    """The output and the aux of a function's result, where ``has_aux=True``."""
     if not (isinstance(result, tuple) and len(result) == 2):
         raise RuntimeError(
             f"{api}: output of function f should be a tuple: (output, aux) if has_aux is True, "
@@ -204,9 +209,10 @@ _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def checked_budget(budget: Any, api: str) -> int | float:
-    """A budget: bytes as an int (or a text, ``"2GiB"``), or a share as a float up to 1.
+    """A budget: bytes as an int (or as a string, ``"2GiB"``), or a share as a float up to 1.
 
-    A ``TypeError`` if it is neither number nor text, a ``ValueError`` if it is none of these.
+    Raises a ``TypeError`` if it is neither a number nor a string, and a ``ValueError`` if the
+    number is out of range or the string can't be read.
     """
     number = budget
     if isinstance(budget, str):
@@ -216,21 +222,21 @@ def checked_budget(budget: Any, api: str) -> int | float:
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     if not is_number or not number > 0 or (isinstance(number, float) and number > 1):
         raise (ValueError if is_number else TypeError)(
-            f"{api}: budget must be positive: bytes (an int, or a text such as '2GiB', in "
-            f"{', '.join([*_UNITS][1:])}), or a float up to 1, a share; got {describe(budget)}"
+            f"{api}: budget must be positive: bytes (an int, or a string such as '2GiB', in "
+            f"{', '.join([*_UNITS][1:])}), or a share (a float up to 1); got {describe(budget)}"
         )
     return number
 
 
 def integer(value: Any, message: str) -> int:
-    """``value`` as an int; numpy's integers and the like are welcome, booleans are not."""
+    """``value`` as an int; accepts numpy's integers and the like, but not booleans."""
     if isinstance(value, (bool, torch.Tensor)) or not hasattr(value, "__index__"):
         raise TypeError(f"{message}, got {describe(value)}")
     return operator.index(value)
 
 
 def checked_static(nums: int | Sequence[int], names: str | Sequence[str]) -> Static | None:
-    """Positions and names of static arguments, or ``None`` if there are none."""
+    """Positions and names of static arguments, or ``None`` if no argument is static."""
     nums = (nums,) if type(nums) is int else nums
     names = (names,) if isinstance(names, str) else names
     if not isinstance(nums, Sequence) or not all(type(n) is int for n in nums):
@@ -250,7 +256,10 @@ def check_static(static: Static, args: Any, kwargs: Any) -> None:
             )
     given = [args[n] for n in nums] + [kwargs[n] for n in names if n in kwargs]
     if any(isinstance(a, torch.Tensor) for a in given):
-        raise TypeError("remat: a static argument is a tensor, which can't be static.")
+        raise TypeError(
+            "remat: a static argument is a tensor, which can't be static. Leave it out of "
+            "static_argnums and static_argnames."
+        )
 
 
 def has_forward(module: torch.nn.Module) -> bool:
@@ -264,18 +273,18 @@ _LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATO
 def warn_if_later(f: Any) -> None:
     """Warn of a function whose body runs after the call (rule 7)."""
     if type(f) is types.FunctionType and not f.__code__.co_flags & _LATER:
-        return  # (asked for each closure that is made a region)
+        return  # a fast path: this runs for each closure that becomes a region
     kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
     if any(is_of_kind(f) for is_of_kind in kinds):
         warnings.warn(
-            f"remat: {name_of(f)} is a generator or coroutine function: its body runs after the "
-            "call, where no region is. Make a region of what it does in between.",
+            f"remat: {name_of(f)} is a generator or coroutine function. Its body runs after the "
+            "call returns, outside the region. Apply remat to the functions that it calls.",
             stacklevel=4,
         )
 
 
 def describe(value: Any) -> str:
-    """A short text for ``value``: tensors by dtype and shape, all else by a cut ``repr``."""
+    """A short text for ``value``: dtype and shape of a tensor, else a ``repr`` cut to 60."""
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     try:
@@ -286,7 +295,7 @@ def describe(value: Any) -> str:
 
 
 def name_of(f: Any) -> str:
-    """What messages call ``f``."""
+    """The name of ``f`` in messages."""
     if isinstance(f, torch.nn.Module):
         return type(f).__name__
     while isinstance(f, functools.partial):

@@ -1,8 +1,8 @@
-"""What a pullback saves, under which names; the public face of memory is `functx.memory`.
+"""Report what a pullback saves, under which names. The public names for memory: `functx.memory`.
 
 - `residuals`: `saved_residuals` and its table.
-- `argument_names`: names of the tensors that a function is given or closes over.
-- `plots`: tables on a terminal and plots of live bytes.
+- `argument_names`: names of the tensors among a function's arguments and captured variables.
+- `plots`: plots of live bytes, and how tables are shown in notebooks.
 """
 
 from functx._insight import plots as plots

@@ -1,4 +1,4 @@
-"""Names the tensors that a function is given, or closes over, as its code does."""
+"""Find the names that a function's code uses for its arguments and for tensors it closes over."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from functx._core import attributes, is_of, tree, variables
 
-DEEPEST, LONGEST = 8, 1000  # deeper, and in longer lists, closures are not searched for names
+DEEPEST, LONGEST = 8, 1000  # closures are not searched more deeply, or in longer lists
 Label = tuple[str, str]  # the kind ("argument", "parameter", "buffer", "constant") and the name
 
 
 def labels(f: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, Label]]:
-    """The tensors that a call reaches, each with what it is called; the first name is the best."""
+    """The tensors that a call can use, each with a label. If one comes twice, use the first."""
     for name, value in _arguments(f, args, kwargs):
         yield from _inside(value, name, "argument")
     yield from _closed_over(f, "", 0, set())
@@ -27,7 +27,7 @@ def _arguments(f: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
     try:
         signature = inspect.signature(f.forward if isinstance(f, nn.Module) else f)
         bound = signature.bind(*args, **kwargs)
-    except (TypeError, ValueError):  # builtins, or a call that will raise by itself
+    except (TypeError, ValueError):  # a builtin, or wrong arguments, for which the call will raise
         return [*zip(map(str, range(len(args))), args), *kwargs.items()]
     several = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
     named = [(name, x) for name, x in bound.arguments.items() if name not in several]
@@ -48,7 +48,7 @@ def _inside(value: Any, name: str, kind: str) -> Iterator[tuple[Tensor, Label]]:
 
 
 def _closed_over(f: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[Tensor, Label]]:
-    """What a function closes over, by the names of its variables."""
+    """The tensors that a function closes over, by the names of its variables."""
     if id(f) in seen or depth > DEEPEST:
         return
     seen.add(id(f))
@@ -75,5 +75,5 @@ def _closed_over(f: Any, name: str, depth: int, seen: set[int]) -> Iterator[tupl
 
 
 def _shown(key: Any) -> str:
-    """A key as code; of an object, whose ``__repr__`` may raise, the name of its class."""
+    """A key as code. For other objects the name of the class, since ``__repr__`` may raise."""
     return repr(key) if type(key) in (str, int, bool, float, type(None)) else type(key).__name__

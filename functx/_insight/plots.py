@@ -1,4 +1,4 @@
-"""Pictures of memory: live bytes over operations, as lines or in layers. matplotlib is optional."""
+"""Plot live bytes over operations, as lines or in layers. This needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-Change = tuple[int, int, str]  # after how many operations, by how many bytes, of what line
+Change = tuple[int, int, str]  # the number of operations before it, its bytes, and a line of code
 
 MIB = 2**20
 SHADES = {"backward": "0.95", "replay": "0.88"}
-LAYERS = 8  # so many lines of code have a layer of their own; the others share one
+LAYERS = 8  # how many lines of code get a separate layer; all others share one
 
 
 class Printed:
-    """Shows in a notebook as it prints."""
+    """A base class for objects that notebooks show as they print."""
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -35,15 +35,15 @@ def lines(curves: Mapping[str, Sequence[float]], path: str | Path) -> Path:
 def layers(
     live: Sequence[int], history: Sequence[Change], phases: Sequence[str], path: str | Path
 ) -> Path:
-    """Draw a profile: live bytes in layers by what holds them, phases shaded, the peak marked."""
+    """Draw a profile: live bytes in layers by line of code, phases shaded, the peak marked."""
     areas = layers_of(history, len(live))
-    said = {"backward": "shaded: the backward pass", "replay": "darker: a region runs again"}
+    labels = {"backward": "shaded: the backward pass", "replay": "darker: a region runs again"}
     with _picture(path) as axes:
         axes.set(title="live bytes, by the line that made them", ymargin=0.1)
         for phase, run in itertools.groupby(enumerate(phases), key=lambda one: one[1]):
             at = [i for i, _ in run]
             if phase in SHADES:
-                how = {"color": SHADES[phase], "label": said.pop(phase, "_"), "linewidth": 0}
+                how = {"color": SHADES[phase], "label": labels.pop(phase, "_"), "linewidth": 0}
                 axes.axvspan(at[0] - 0.5, at[-1] + 0.5, zorder=0, **how)
         if areas and live:
             heights = [[n / MIB for n in area] for area in areas.values()]
@@ -54,7 +54,7 @@ def layers(
 
 
 def layers_of(history: Sequence[Change], events: int) -> dict[str, list[int]]:
-    """Bytes after each event, for the lines that hold most, over all events, and for the others."""
+    """Bytes after each event: for the lines that hold the most in total, and for all others."""
     most: Counter[str] = Counter()
     for at, nbytes, label in history:
         most[label] += nbytes * (events - at)
@@ -65,7 +65,7 @@ def layers_of(history: Sequence[Change], events: int) -> dict[str, list[int]]:
         if label in own or others:
             name = label if label in own else f"{others} other lines"
             area = areas.setdefault(name, [0] * events)
-            if at < events:  # what changed while an operation ran is there after it
+            if at < events:  # a change while an operation runs is visible after the operation
                 area[at] += nbytes
     return {name: list(itertools.accumulate(changes)) for name, changes in areas.items()}
 

@@ -1,7 +1,8 @@
-"""`saved_residuals`: which values a pullback keeps, how large they are, and where they are from.
+"""`saved_residuals`: which values a pullback saves, their sizes, and where they come from.
 
-A function runs forward, and what its tape holds is listed. Nothing is derived from formulas of
-derivatives: each node shows what it saved, a custom Function's context also in its attributes.
+A function runs forward, and the tensors that its tape holds are listed. They are read from the
+nodes themselves, and not from a table of derivatives: from their ``_saved_*`` attributes, and from
+the attributes of a custom Function's context.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from functx._policies import offload
 from functx._remat import on_name, tape_of
 
 ON_HOST = ", in host memory"
-MOST_ROWS = 8  # of a kind that was there before; more are one row
+MOST_ROWS = 8  # if a table has more arguments or parameters than this, they share one row
 
 
 class ShapeAndDtype(NamedTuple):
@@ -46,21 +47,23 @@ class ShapeAndDtype(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """One piece of memory that a pullback keeps; the first two fields are those of JAX.
+    """One piece of memory that a pullback saves. The first two fields are those of JAX.
 
     Attributes:
-        value: the shape and dtype of what is in it.
-        source: where it comes from, in words.
-        nbytes: bytes of memory that are kept. Of what the function made, all that the value is a
-            part of; of what was there before, as many as the tensor shows.
+        value: the shape and dtype of the tensor.
+        source: where the tensor comes from, in words.
+        nbytes: bytes of memory. For memory that the function allocated, the whole storage; for
+            memory that existed before, the bytes of the tensor.
         kind: ``"argument"``, ``"parameter"``, ``"buffer"``, ``"constant"``, ``"named"`` (by
             `functx.checkpoint_name`) or ``"output"`` (of an operation, without a name).
-        names: that `functx.checkpoint_name` gave it.
-        operation: that made it, such as ``"aten.mm"``; ``""`` if it was there before.
-        file: of what called the operation, or first read an input; so ``line``, ``function``.
-        module: the path of the ``nn.Module`` that was running, from the outermost.
-        on_host: whether it was moved to host memory.
-        is_result: whether it is (a part of) what the function returned.
+        names: the names that `functx.checkpoint_name` gave to the tensor.
+        operation: the operation that made it, such as ``"aten.mm"``; ``""`` if it existed before.
+        file: the file of the user code that called the operation, or first read an input.
+        line: the line number in ``file``.
+        function: the name of the function around that line.
+        module: the path of the ``nn.Module`` that was running, from the outermost one.
+        on_host: whether the tensor was moved to host memory.
+        is_result: whether the memory is also used by the result of the function.
     """
 
     value: ShapeAndDtype
@@ -78,17 +81,17 @@ class Residual(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the value."""
+        """The shape of the tensor."""
         return self.value.shape
 
     @property
     def dtype(self) -> Any:
-        """Of the value."""
+        """The dtype of the tensor."""
         return self.value.dtype
 
     @property
     def made(self) -> bool:
-        """Whether the function made it."""
+        """Whether an operation of the function made the tensor."""
         return bool(self.operation)
 
     def __str__(self) -> str:
@@ -96,7 +99,7 @@ class Residual(NamedTuple):
 
 
 class Residuals(list[Residual], Printed):
-    """All that a pullback keeps, in the order in which it came about; prints as a table.
+    """A list of all that a pullback saves, oldest first. Prints as a table.
 
     Example:
         >>> import torch, functx
@@ -108,12 +111,12 @@ class Residuals(list[Residual], Printed):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything."""
+        """The total bytes."""
         return sum(r.nbytes for r in self)
 
     @property
     def kept(self) -> int:
-        """Bytes that the function made and did not return, as `functx.memory.Profile.kept`."""
+        """Bytes that the function allocated and did not return, as `functx.memory.Profile.kept`."""
         return sum(r.nbytes for r in self if r.made and not r.is_result)
 
     def __str__(self) -> str:
@@ -121,28 +124,30 @@ class Residuals(list[Residual], Printed):
 
 
 def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:
-    """What ``f`` keeps between its forward and its backward pass, value by value.
+    """List the values that ``f`` saves between its forward and its backward pass.
 
-    ``f`` runs forward once, on plain autograd. Listed is every value that the pullback reads,
-    regions of `functx.remat` as they keep it. Derivatives are those with respect to the tensors
-    that require grad, in the arguments and closed over; if none does, to all floating point
-    arguments, as in JAX (``f`` then runs twice). Default random generators, and buffers of the
-    modules that ``f`` is, is given, or closes over, are put back as they were.
+    ``f`` runs forward once, on plain autograd. The list has every tensor that the pullback saves,
+    including those that regions of `functx.remat` save. Derivatives are taken with respect to the
+    tensors that require grad, among the arguments and among captured tensors. If there is none,
+    they are taken with respect to all floating point arguments, as in JAX, and ``f`` runs twice.
+    The default random generators are restored afterwards, and so are the buffers of modules among
+    ``f``, its arguments and its captured variables.
 
     Args:
-        f: any callable: a function, a module, a remat of one, a stack of transforms. What a
-            transform inside it keeps for a backward pass of its own is gone when ``f`` returns:
-            of ``vmap(f)`` under a gradient, ask ``saved_residuals(functx.vmap(f), x)``.
-        *args: passed to ``f``; any pytrees.
-        **kwargs: likewise.
+        f: any callable: a function, a module, a remat of one, a stack of transforms. A transform
+            inside ``f`` that runs a backward pass frees what it saved before ``f`` returns. To see
+            what ``grad(vmap(f))`` saves, call ``saved_residuals(functx.vmap(f), x)``.
+        *args: the arguments of ``f``, any pytrees.
+        **kwargs: keyword arguments of ``f``.
 
     Returns:
-        `Residuals`, a list of `Residual`: what it is, its source (``"argument x[0]"``,
-        ``"output of aten.sin at net.py:12 in attention"``), and its bytes. Prints as a table.
+        `Residuals`, a list of `Residual`, each with shape and dtype, its source (``"argument
+        x[0]"``, ``"output of aten.sin at net.py:12 in attention"``), and its bytes. Prints as a
+        table.
 
     Raises:
-        TypeError: ``f`` can't be called.
-        RuntimeError: called inside of a transform.
+        TypeError: ``f`` is not callable.
+        RuntimeError: it is called inside a transform.
 
     Example:
         >>> import torch, functx
@@ -166,7 +171,8 @@ def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Resi
         return Residuals(backend.saved_residuals(f, *args, **kwargs))
     if _torch.peek_interpreter() is not None:
         raise RuntimeError(
-            "saved_residuals: called inside of a transform; call it outside, on functx.vmap(f)"
+            "saved_residuals: it can't be called inside a transform. Call it outside, on the "
+            "transformed function, such as functx.vmap(f)."
         )
     buffers = [t for t, (kind, _) in labels(f, args, kwargs) if kind == "buffer"]
     with undisturbed(buffers), torch.inference_mode(False), torch.enable_grad():
@@ -179,16 +185,16 @@ def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Resi
 
 
 def print_saved_residuals(f: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Print what ``f`` keeps between its forward and its backward pass, as a table.
+    """Print the values that ``f`` saves between its forward and its backward pass, as a table.
 
     Args:
-        f: as for `saved_residuals`; or a dictionary of such functions by label, which are compared
-            in one table: what is kept without and with `remat`, or under several policies.
-        *args: passed to ``f``.
-        **kwargs: likewise.
+        f: as for `saved_residuals`; or a dict of such functions by label, which are compared in one
+            table, for example without and with `remat`, or with several policies.
+        *args: the arguments of ``f``.
+        **kwargs: keyword arguments of ``f``.
 
     Raises:
-        TypeError: ``f`` can't be called.
+        TypeError: ``f`` is not callable.
 
     Example:
         >>> import torch, functx
@@ -199,7 +205,7 @@ def print_saved_residuals(f: Any, /, *args: Any, **kwargs: Any) -> None:
         float32[1000]  4,000      -  output of aten.sin at ...
         float32[1000]  4,000  4,000  argument x
                        8,000  4,000  total
-                       4,000      0  of them made for the pullback alone
+                       4,000      0  of them saved only for the pullback
     """
     each = f if isinstance(f, dict) else {"bytes": f}
     print(_side_by_side({str(k): saved_residuals(g, *args, **kwargs) for k, g in each.items()}))
@@ -207,7 +213,7 @@ def print_saved_residuals(f: Any, /, *args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def undisturbed(buffers: Iterable[Tensor]) -> Iterator[None]:
-    """Put the default random generators back, and the values of some buffers."""
+    """A context that restores the default random generators and the values of ``buffers``."""
     before = [(b, b.detach().clone()) for b in buffers]
     with torch.random.fork_rng(cuda_devices()):
         yield
@@ -218,17 +224,18 @@ def undisturbed(buffers: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
-    """What is kept; ``None`` if no result has a derivative."""
-    known: dict[int, tuple[Tensor, Label]] = {}
+    """The residuals of one run; ``None`` if no result has a derivative."""
+    # The arguments and captured tensors, by the id of their storage.
+    inputs: dict[int, tuple[Tensor, Label]] = {}
     for t, label in labels(f, args, kwargs):
         for storage in storages_of(t):
-            known.setdefault(id(storage), (t, label))
+            inputs.setdefault(id(storage), (t, label))
     names: dict[int, dict[str, None]] = defaultdict(dict)
     moved: dict[int, Held] = {}
     storages = LiveStorages(lines=True)
 
     def named(t: Tensor, name: str) -> None:
-        with _torch.without_function_modes():  # or a region would take it that the memory is read
+        with _torch.without_function_modes():  # a region must not count this as a read
             for storage in storages_of(t):
                 names[id(storage)][name] = None
 
@@ -250,30 +257,36 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
             if first is not None and is_new:
                 row = _made(moved.get(key, first), storage.nbytes(), (*names[key],), key in moved)
                 rows[key] = row._replace(is_result=key in returned)
-            elif first is not None or t.dim() or key in known:  # else it is a number in the code
-                row = _given(t, storage.nbytes(), first, known.get(key))
+            elif first is not None or t.dim() or key in inputs:  # else it is a number in the code
+                row = _of_input(t, storage.nbytes(), first, inputs.get(key))
                 if key not in rows or rows[key].nbytes < row.nbytes:
                     rows[key] = row
-    order = {key: i for i, key in enumerate(known)}
+    order = {key: i for i, key in enumerate(inputs)}
     return [rows[k] for k in sorted(rows, key=lambda k: (rows[k].made, order.get(k, len(order))))]
 
 
 def _held(results: list[Tensor], start: int) -> Iterator[Tensor]:
-    """What the nodes of a tape hold that are not older than a sequence number, oldest first."""
+    """The tensors that the nodes of a tape hold, oldest first, from number ``start`` on."""
     nodes = {node for node in tape_of(results, start) if _torch.sequence_number(node) >= start}
     for node in sorted(nodes, key=_torch.sequence_number):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             yield from tree.partition([node.saved_tensors, *vars(node).values()])[0]
-        elif type(node).__name__ != "AccumulateGrad":  # a leaf, which is there anyway
-            yield from tree.partition([getattr(node, n) for n in dir(node) if n[:7] == "_saved_"])[
-                0
-            ]
+        elif type(node).__name__ != "AccumulateGrad":  # it holds a leaf, which is alive anyway
+            saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+            yield from tree.partition(saved)[0]
 
 
-def _given(t: Tensor, nbytes: int, first: Held | None, known: Any) -> Residual:
-    """What was there before: as much of it as the tape, and the function, have of it."""
+def _of_input(t: Tensor, nbytes: int, first: Held | None, labelled: Any) -> Residual:
+    """The residual for memory that existed before.
+
+    Args:
+        t: the tensor on the tape.
+        nbytes: the bytes of its storage.
+        first: the first operation that read the storage, if any.
+        labelled: the argument or captured tensor with this storage, and its label; or ``None``.
+    """
     label = "parameter" if isinstance(t, nn.Parameter) else "constant", ""
-    shown, (kind, name) = known or (t, label)
+    shown, (kind, name) = labelled or (t, label)
     nbytes = min(nbytes, *(one.numel() * one.element_size() for one in (t, shown)))
     value = ShapeAndDtype(tuple(shown.shape), shown.dtype)
     if name or first is None:
@@ -293,9 +306,12 @@ def _made(first: Held, nbytes: int, names: tuple[str, ...], on_host: bool) -> Re
 
 
 def _side_by_side(found: dict[str, Residuals]) -> str:
-    """What several functions keep, a line for each source: first what recompute could free."""
+    """A table of what several functions save, a row for each source.
+
+    Rows that recompute could free come first.
+    """
     if not any(found.values()):
-        return "nothing is kept: nothing requires grad, or no derivative reads anything"
+        return "nothing is saved: no tensor requires grad, or the derivatives read no values"
     sizes: dict[tuple[bool, str, str], dict[str, list[int]]] = {}
     for label, residuals in found.items():
         kinds = Counter(r.kind for r in residuals)
@@ -314,12 +330,12 @@ def _side_by_side(found: dict[str, Residuals]) -> str:
         rows.append((value, *cells, source))
     rows.append(("", *(f"{r.nbytes:,}" for r in found.values()), "total"))
     kept = [f"{r.kept:,}" for r in found.values()]
-    rows.append(("", *kept, "of them made for the pullback alone"))
+    rows.append(("", *kept, "of them saved only for the pullback"))
     return _table(("value", *found, "from"), rows)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns: the first and the last are text, numbers between them stand to the right."""
+    """Align columns: the first and the last to the left, the numbers between them to the right."""
     aligned = "<" + ">" * (len(head) - 2) + "<"
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     return "\n".join(

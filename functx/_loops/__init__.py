@@ -1,8 +1,8 @@
-"""Loops and chains that keep a few of their states and recompute the rest.
+"""Loops and chains that save a few of their states and recompute the rest.
 
 - `loops`: `remat_scan`, `remat_loop`, `remat_sequential`.
 - `while_loop`: loops whose number of steps depends on the data.
-- `binomial`: where to cut a chain so that a number of slots needs the least recompute.
+- `binomial`: computes where to cut a loop, so that it recomputes least with a number of slots.
 """
 
 from functx._loops.binomial import segments as segments

@@ -1,14 +1,15 @@
-"""Where a loop is cut: which of its states are kept, and how often its steps run again.
+"""Decide where a loop is cut: which of its states are saved, and how often its steps run again.
 
-A loop of ``n`` steps is a chain of regions, each a loop again, and a last step that is in none. A
-region keeps its first state. Pulled back, the last region of the chain is run again first; by then
-the states after its own are free, so that its own chain may keep as many, and so on inwards:
+A loop of ``n`` steps is a chain of regions, each of which is a loop again, followed by a last step
+outside all regions. A region saves its first state. In the backward pass the last region of the
+chain runs again first. The states after its own have been freed at that moment, so the chain inside
+the region may save as many states. The same holds for the regions inside it:
 
     loop(n, slots) = region(loop(m, slots)), then loop(n - m, slots - 1)
 
-A step runs again once for each region around it. *Slots* counts the states that are ever kept at
-once, the first one of the loop included; the state that the step under the pullback starts from is
-part of that step's residuals.
+A step runs again once for each region around it. *Slots* is the most states that are saved at once,
+including the first state of the loop. The state from which the current step of the backward pass
+starts does not count; it is one of that step's residuals.
 
 Source:
     Griewank, *Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
@@ -22,12 +23,12 @@ import itertools
 import math
 from collections.abc import Iterator
 
-# A region inside a region is a dozen Python frames, and Python allows a thousand.
+# Each nested region takes about a dozen Python frames, and Python allows a thousand.
 DEEPEST = 30
 
 
 def reach(slots: int, depth: int) -> int:
-    """The most steps that ``slots`` states serve if no step is in more than ``depth`` regions."""
+    """The most steps for ``slots`` saved states if no step is in more than ``depth`` regions."""
     return math.comb(slots + depth, slots) if slots >= 0 and depth >= 0 else 0
 
 
@@ -40,7 +41,7 @@ def depth(steps: int, slots: int) -> int:
 
 
 def default_slots(steps: int) -> int:
-    """A number of slots that grows with the logarithm."""
+    """The default number of slots: the binary digits of ``steps - 1``."""
     return max(1, (steps - 1).bit_length())
 
 
@@ -53,10 +54,10 @@ def least_slots(steps: int) -> int:
 
 
 def chain(steps: int, slots: int) -> Iterator[tuple[int, int]]:
-    """The parts of a loop in order: how many steps each has, and its slots; the last is a step."""
+    """The parts of a loop in order, each as its steps and its slots. The last part is one step."""
     while steps > 1:
         d = depth(steps, slots)
-        # Any from max(reach(slots, d - 2), steps - reach(slots - 1, d)) up to this is as good.
+        # Any number from max(reach(slots, d - 2), steps - reach(slots - 1, d)) to this is optimal.
         m = min(reach(slots, d - 1), steps - reach(slots - 1, d - 1))
         yield m, slots
         steps, slots = steps - m, slots - 1
@@ -64,10 +65,10 @@ def chain(steps: int, slots: int) -> Iterator[tuple[int, int]]:
 
 
 def segments(length: int, count: int) -> list[tuple[int, int]]:
-    """Cut ``length`` things into ``count`` runs whose lengths differ by one at most, longer first.
+    """Cut ``length`` items into ``count`` runs, whose lengths differ by at most one, longer first.
 
     Returns:
-        Start and end of each.
+        The start and the end of each run.
 
     Example:
         >>> segments(7, 3)

@@ -1,8 +1,8 @@
-"""Loops that keep a few of their states.
+"""Loops that save a few of their states.
 
-Nothing here knows about derivatives: a loop is cut into a tree of regions (`binomial`), and the
-recompute engine does the rest. So a loop composes with every transform as any region does, what
-its body closes over gets gradients, and random numbers are replayed.
+A loop is cut into a tree of regions (`binomial`), and the recompute engine does the rest: nothing
+here depends on derivatives. So a loop composes with every transform as any region does, tensors
+that its body closes over get gradients, and random numbers are replayed.
 """
 
 from __future__ import annotations
@@ -31,33 +31,34 @@ def remat_scan(
     *,
     slots: int | None = None,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` that keeps ``slots`` of its carries, and computes the others again.
+    """`jax.lax.scan` that saves ``slots`` of its carries and recomputes the others.
 
-    ``carry, y = body(carry, x)`` for each ``x`` of ``xs``; derivatives of any order, in reverse
-    and in forward mode, are those of the plain loop. Between the forward and the backward pass
-    live at most ``slots`` carries and what the last step saved. A backward pass runs as few steps
-    again as that allows; at 1,024 steps 3,755 with 10 slots, 2,002 with 44. Forward mode and calls
-    that nothing differentiates run every step once.
+    It runs ``carry, y = body(carry, x)`` for each ``x`` of ``xs``. Derivatives of any order, in
+    reverse and in forward mode, are those of the plain loop. Between the forward and the backward
+    pass, at most ``slots`` carries and the residuals of the last step are alive. A backward pass
+    runs as few steps again as that allows: for 1,024 steps these are 3,755 with 10 slots, and 2,002
+    with 44. Forward mode, and a call that is not differentiated, run every step once.
 
     Args:
-        body: takes a carry and a slice of ``xs``, returns the next carry and an output. Tensors
-            that it closes over get their gradients.
-        carry: any pytree; its tensors keep shapes and dtypes from step to step, its other leaves
-            (a step's number, say) may change.
+        body: takes a carry and a slice of ``xs``, and returns the next carry and an output. Tensors
+            that it closes over get gradients.
+        carry: any pytree. Its tensors keep their shapes and dtypes from step to step; its other
+            leaves (for example the number of the step) may change.
         xs: a pytree of tensors of shape ``(length, ...)``, or ``None``.
-        length: the number of steps, needed if ``xs`` has no tensors.
-        reverse: from the last slice to the first; outputs are stacked in the order of ``xs``.
-        slots: how many carries to keep, the first included; the number of binary digits of
-            ``length - 1`` if ``None``.
+        length: the number of steps; required if ``xs`` has no tensors.
+        reverse: whether to go from the last slice to the first. Outputs are stacked in the order of
+            ``xs`` in any case.
+        slots: how many carries to save, including the first one. With ``None``, the number of
+            binary digits of ``length - 1``.
 
     Returns:
-        The last carry, and the outputs, their tensors stacked to ``(length, ...)``. Numbers
-        become tensors; ``None`` stays.
+        The last carry, and the outputs, with tensors stacked to ``(length, ...)``. Numbers become
+        tensors; ``None`` stays ``None``.
 
     Raises:
-        TypeError: ``body`` does not return a pair, or changes the carry's structure, shapes or
-            dtypes; ``xs`` has leaves that are no tensors.
-        ValueError: lengths differ or are missing; ``slots`` are too few.
+        TypeError: ``body`` does not return a pair, or changes the structure, shapes or dtypes of
+            the carry; or ``xs`` has a leaf that is not a tensor.
+        ValueError: lengths differ or are missing, or ``slots`` is too small.
 
     Example:
         >>> import torch, functx
@@ -95,33 +96,35 @@ def remat_loop(
     cond: Callable[[Any], Any] | None = None,
     slots: int | None = None,
 ) -> Any:
-    """``state = body(state)``, ``steps`` times or while ``cond(state)``, keeping ``slots`` states.
+    """``state = body(state)``, ``steps`` times or while ``cond(state)``, saving ``slots`` states.
 
     Derivatives of any order, in reverse and in forward mode, are those of the plain loop. A loop
-    of given length costs what `remat_scan` says. A loop with a condition runs in blocks of 1, 2, 4,
-    ... steps: for ``n`` steps it keeps about ``log2(n)`` states, twice as many in its backward
-    pass, which runs each step about ``1 + log2(n) / 2`` times again. Forward mode runs every step
-    once.
+    with a number of steps costs as much as `remat_scan`. A loop with a condition runs in blocks of
+    1, 2, 4, ... steps. For ``n`` steps it saves about ``log2(n)`` states, and twice as many during
+    its backward pass, which runs each step about ``1 + log2(n) / 2`` times again. Forward mode runs
+    every step once.
 
     Args:
-        body: takes a state and returns the next. Tensors that it closes over get their gradients.
-        state: any pytree. What is no tensor just passes, so that a step can count itself.
-        steps: how often to call ``body``; with a condition, at most how often. A callable stands
-            for ``cond``.
-        cond: takes a state, says whether to go on: a bool, or a tensor with one element. Under
-            ``vmap`` the loop goes on while one example does, and the others keep their state.
-        slots: how many states to keep, the first included; the number of binary digits of the
-            number of steps less one if ``None``. Not for loops with a condition.
+        body: takes a state and returns the next one. Tensors that it closes over get gradients.
+        state: any pytree. Leaves that are not tensors may change, so a state can count its steps.
+        steps: how often to call ``body``; with a condition, at most how often. A callable is taken
+            as ``cond``.
+        cond: takes a state and returns whether to go on, as a bool or a tensor with one element.
+            Under ``vmap`` the loop runs until no example goes on; finished examples keep their
+            state.
+        slots: how many states to save, including the first one. With ``None``, the number of binary
+            digits of ``steps - 1``. Not allowed with a condition.
 
     Returns:
         The last state.
 
     Raises:
-        TypeError: ``body`` or ``cond`` is not callable, ``steps`` no int, or neither is given.
-        ValueError: ``steps`` is negative; ``slots`` are too few, or given with a condition.
+        TypeError: ``body`` or ``cond`` is not callable, ``steps`` is not an int, or both ``steps``
+            and ``cond`` are missing.
+        ValueError: ``steps`` is negative; or ``slots`` is too small, or used with a condition.
 
     Example:
-        A step that is given its number:
+        The state has the number of the step:
 
         >>> import torch, functx
         >>> def euler(state):
@@ -142,14 +145,14 @@ def remat_loop(
         tensor([0.2500, 0.1667, 0.1250])
 
     Source:
-        As `remat_scan`; for unknown lengths compare Stumm and Walther, *New algorithms for optimal
-        online checkpointing*, SIAM J. Sci. Comput. 32(2), 2010, which needs fewer states.
+        See `remat_scan`. For loops of unknown length, Stumm and Walther, *New algorithms for
+        optimal online checkpointing*, SIAM J. Sci. Comput. 32(2), 2010, need fewer states.
     """
     check_callable(body, "remat_loop")
     if callable(steps) and cond is None:
         steps, cond = None, steps
     if steps is None and cond is None:
-        raise TypeError("remat_loop: give the number of steps, or a condition")
+        raise TypeError("remat_loop: pass the number of steps, or a condition")
     if steps is not None:
         steps = integer(steps, "remat_loop: steps must be an int")
         if steps < 0:
@@ -158,8 +161,8 @@ def remat_loop(
         check_callable(cond, "remat_loop")
         if slots is not None:
             raise ValueError(
-                "remat_loop: slots are for loops of a given number of steps; one with a condition "
-                "keeps about 2 * log2(n) of its n states. Leave slots out."
+                "remat_loop: slots can be used only without a condition. A loop with a condition "
+                "saves about 2 * log2(n) of its n states. Leave slots out."
             )
     backend = backend_of("remat_loop", (state,), {})
     if backend is not None and (cond is not None or backend.can_scan(state)):
@@ -187,10 +190,10 @@ def _advance(
     steps: int,
     slots: int,
 ) -> tuple[Any, Any]:
-    """Some steps: a chain of regions, and a last step that is in none.
+    """Run ``steps`` steps as a chain of regions and a last step outside all regions.
 
-    ``step`` takes a carry and slices of length one and returns the like, ``xs`` have the shape
-    ``(steps, ...)``, and ``reverse`` goes through them from their end.
+    ``step`` takes a carry and slices of length one, and returns the same. Each of ``xs`` has the
+    shape ``(steps, ...)``. With ``reverse``, the steps go through them from the end.
     """
     parts = list(binomial.chain(steps, slots))
     pieces = _pieces(xs, [m for m, _ in parts], reverse)
@@ -209,7 +212,7 @@ def _advance(
 
 
 def _pieces(xs: Sequence[Tensor], sizes: list[int], reverse: bool) -> list[list[Tensor]]:
-    """``xs`` cut for the parts of a chain; one operation a tensor, whose derivative is one too."""
+    """``xs`` cut for the parts of a chain, by one ``split`` per tensor."""
     if len(sizes) == 1:
         return [list(xs)]
     cut = [x.split(sizes[::-1] if reverse else sizes) for x in xs]
@@ -225,8 +228,8 @@ def _stacked(outputs: list[Any]) -> Any:
     for _, other in trees[1:]:
         if other != spec:
             raise TypeError(
-                f"remat_scan: the outputs of body differ in structure from step to step: {spec} "
-                f"and {other}"
+                "remat_scan: body must return outputs of the same structure at every step, got "
+                f"{_tree.shown(spec)} and {_tree.shown(other)}"
             )
     stacked = [
         None if leaf is None else torch.cat([tree[0][i] for tree in trees])
@@ -256,7 +259,7 @@ def _scan_step(body: Any, layout: Layout, carry: Any, xs: Sequence[Tensor]) -> t
 
 
 def _no_steps(body: Any, layout: Layout, carry: Any, xs: Sequence[Tensor]) -> Any:
-    """The outputs of no steps: what one step on zeros would give, without its row."""
+    """The stacked outputs of zero steps: those of one step on zeros, cut to length zero."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.no_grad(), torch.random.fork_rng(devices=devices):
         xs = [x.new_zeros((1, *x.shape[1:])) for x in xs]
@@ -265,14 +268,14 @@ def _no_steps(body: Any, layout: Layout, carry: Any, xs: Sequence[Tensor]) -> An
 
 
 def _row(leaf: Any) -> Any:
-    """An output as one row of the stacked ones."""
+    """An output as one row of the stacked outputs."""
     if leaf is None:
         return None
     return (leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf)).unsqueeze(0)
 
 
 def _checked_carry(before: Any, after: Any) -> Any:
-    """The carry after a step, dicts in the order that they had before."""
+    """The carry after a step, with dicts in the order that they had before."""
     old, new, spec = while_loop.aligned("remat_scan", before, after)
     for i, (a, b) in enumerate(zip(old, new)):
         same = isinstance(a, Tensor) == isinstance(b, Tensor)
@@ -280,8 +283,8 @@ def _checked_carry(before: Any, after: Any) -> Any:
             same = a.shape == b.shape and a.dtype == b.dtype
         if not same:
             raise TypeError(
-                "remat_scan: body must return a carry of the shapes and dtypes it was given; leaf "
-                f"{i} was {describe(a)} and is {describe(b)}"
+                "remat_scan: body must return a carry of the same shapes and dtypes that it got; "
+                f"leaf {i} was {describe(a)} and became {describe(b)}"
             )
     return _tree.unflatten(spec, new)
 
@@ -302,7 +305,7 @@ def _length(leaves: Sequence[Any], length: int | None) -> int:
             )
         found.add(leaf.shape[0])
     if not found:
-        raise ValueError("remat_scan: without tensors in xs, length must be given")
+        raise ValueError("remat_scan: pass length, since xs has no tensors")
     if len(found) > 1 or min(found) < 0:
         raise ValueError(
             f"remat_scan: xs and length must agree on one number of steps, got length={length} "
@@ -312,38 +315,38 @@ def _length(leaves: Sequence[Any], length: int | None) -> int:
 
 
 def _checked_slots(api: str, steps: int, slots: int | None) -> int:
-    """How many states to keep; raises where a loop can't do with so few."""
+    """How many states to save. Raises an error if they are too few for the number of steps."""
     if slots is None:
         return binomial.default_slots(steps)
     slots = integer(slots, f"{api}: slots must be an int or None")
     if slots < 1:
-        raise ValueError(f"{api}: slots is {slots}; a loop keeps one state at least, its first")
+        raise ValueError(f"{api}: slots is {slots}; a loop saves at least one state, its first")
     least = binomial.least_slots(steps)
     if slots < least:
         raise ValueError(
             f"{api}: {steps} steps need {least} slots or more, got {slots}; with fewer, regions "
-            "would be nested too deep"
+            "would be nested too deeply"
         )
     return slots
 
 
 def remat_sequential(functions: Any, segments: int, x: Any) -> Any:
-    """``x`` through ``functions``, in segments of which each keeps only what goes into it.
+    """Call ``functions`` one after another, in segments that save only their inputs.
 
-    As :func:`torch.utils.checkpoint.checkpoint_sequential`, under every transform: all segments
-    but the last are regions of `functx.remat`. The last is pulled back first, so that it would be
-    run again at once; it is left as it is.
+    This is :func:`torch.utils.checkpoint.checkpoint_sequential` for every transform. All segments
+    but the last are regions of `functx.remat`. The last segment would be run again right after the
+    forward pass, so making it a region would save no memory.
 
     Args:
-        functions: an ``nn.Sequential``, or callables; each is called with what the last returned.
-        segments: into how many runs of functions to cut; their lengths differ by one at most.
-        x: what the first function is called with, any pytree.
+        functions: an ``nn.Sequential``, or callables; each takes the result of the one before.
+        segments: the number of segments; their lengths differ by at most one.
+        x: the argument of the first function, any pytree.
 
     Returns:
-        What the last function returned.
+        The result of the last function.
 
     Raises:
-        TypeError: ``functions`` are not callable, or ``segments`` is no int.
+        TypeError: one of ``functions`` is not callable, or ``segments`` is not an int.
         ValueError: ``segments`` is not between 1 and the number of functions.
 
     Example:
@@ -365,7 +368,7 @@ def remat_sequential(functions: Any, segments: int, x: Any) -> Any:
 def checked_chain(
     functions: Any, segments: Any, api: str
 ) -> tuple[list[Callable[[Any], Any]], int]:
-    """The functions in order, and into how many segments to cut them."""
+    """The functions as a list, and the number of segments as an int."""
     parts = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
     for part in parts:
         check_callable(part, api)

@@ -1,16 +1,19 @@
-"""Loops whose length is known only when they have ended.
+"""Loops whose number of steps depends on a condition.
 
 They run in blocks of 1, 2, 4, ... steps. Each block is a region, whose first half is a region
-again, and so on; it stops where the condition says so, in a replay as in the forward. So a loop of
-``n`` steps keeps about ``log2(n)`` states between the passes and twice as many in its backward
-pass, which runs each step ``1 + log2(n) / 2`` times again.
+again, and so on. A block stops when the condition is false, in the forward and in replays. So a
+loop of ``n`` steps saves about ``log2(n)`` states between the passes and twice as many in its
+backward pass, which runs each step ``1 + log2(n) / 2`` times again.
 
 NOTE [examples that are done]
-Under ``vmap`` the body runs until the last example is done. One that is done keeps its state;
-the result of the body for it is dropped, and gets a cotangent of zero. Zero times an infinite
-derivative would be nan. So the body gets, for that example, the last state that the example itself
-went on with. An example that is done before the first step has no such state. The body runs on its
-first state then, and what the body closes over is a constant for that example.
+Under ``vmap`` the body runs until the last example is done. An example that is done keeps its
+state: the body still runs for it, but the result is dropped and gets a cotangent of zero. Zero
+times an infinite derivative would be nan. So the body gets, for that example, the last state for
+which the condition was true. An example that is done before the first step has no such state. For
+it the body runs on the first state, and tensors that the body closes over are constants.
+
+What could be improved: online checkpointing (Stumm and Walther, SIAM J. Sci. Comput. 32(2), 2010)
+needs fewer states.
 """
 
 from __future__ import annotations
@@ -33,17 +36,17 @@ Cond = Callable[[Any], Any]
 
 
 class Examples(NamedTuple):
-    """What is known of the examples of ``vmap`` once the condition has been a mapped tensor."""
+    """The examples of ``vmap``, once the condition has been a mapped tensor."""
 
-    alive: Tensor  # which of them go on
-    # For each leaf of the state the last value with which an example went on, not differentiated:
+    alive: Tensor  # which examples go on
+    # For each leaf of the state, the last value for which an example went on, as a constant.
     good: list[Any]
-    started: Tensor | None  # which have run the body at all; ``None`` where all have
+    started: Tensor | None  # which examples have run the body at all; ``None`` if all have
 
 
 def loop(body: Body, cond: Cond, state: Any, most: int | None, name: str) -> Any:
     """``while cond(state): state = body(state)``, at most ``most`` times."""
-    alive, goes_on = _asked(cond(state), None)
+    alive, goes_on = _who_goes_on(cond(state), None)
     examples = None
     if alive is not None:
         started = alive if _any(~alive) else None
@@ -68,10 +71,10 @@ def _region(
 def _block(
     body: Body, cond: Cond, name: str, state: Any, examples: Examples | None, steps: int
 ) -> tuple[Any, Examples | None, bool]:
-    """One step, and more while the condition holds, which it does at the start, up to so many.
+    """Run one to ``steps`` steps while the condition holds. It must hold at the start.
 
     Returns:
-        The last state, under ``vmap`` which examples go on, and whether the loop does.
+        The last state, the examples under ``vmap``, and whether the loop goes on.
     """
     while steps > 1:
         half = steps // 2
@@ -81,25 +84,30 @@ def _block(
         steps -= half
     if examples is None:
         before, state = state, body(state)
-        alive, goes_on = _asked(cond(state), None)
-        if alive is not None:  # it was a plain boolean so far, for all examples
+        alive, goes_on = _who_goes_on(cond(state), None)
+        if alive is not None:  # the condition was the same for all examples until now
             examples = Examples(alive, _undifferentiated(before), None)
         return state, examples, goes_on
     alive, good, started = examples
-    given = _given(alive, state, good)
+    start = _state_for_body(alive, state, good)
     if started is None:
-        new = body(given)
+        new = body(start)
     else:
         with _ConstantUnlessStarted(started):
-            new = body(given)
+            new = body(start)
     state = _masked(alive, state, new)
-    alive, goes_on = _asked(cond(state), alive)
-    assert alive is not None  # once the condition has been a mapped tensor
-    return state, Examples(alive, _undifferentiated(given), started), goes_on
+    alive, goes_on = _who_goes_on(cond(state), alive)
+    assert alive is not None  # because it was not None before
+    return state, Examples(alive, _undifferentiated(start), started), goes_on
 
 
-def _asked(verdict: Any, alive: Tensor | None) -> tuple[Tensor | None, bool]:
-    """Which examples go on, and whether the loop does: it does while one of them does."""
+def _who_goes_on(verdict: Any, alive: Tensor | None) -> tuple[Tensor | None, bool]:
+    """Which examples go on, and whether the loop does, that is whether any example does.
+
+    Args:
+        verdict: the result of the condition.
+        alive: which examples went on before; ``None`` if the condition was never mapped.
+    """
     if not isinstance(verdict, Tensor):
         return alive, bool(verdict)
     if verdict.numel() != 1:
@@ -116,7 +124,7 @@ def _asked(verdict: Any, alive: Tensor | None) -> tuple[Tensor | None, bool]:
 
 
 def _any(verdict: Tensor) -> bool:
-    """Whether it holds for one example, of all levels of ``vmap``."""
+    """Whether ``verdict`` is true for any example, of all levels of ``vmap``."""
     while _torch.level_of(verdict) > 0:
         verdict = _torch.inner_of(verdict)
     return bool(verdict.any())
@@ -127,56 +135,56 @@ def _undifferentiated(state: Any) -> list[Any]:
     return [x.detach() if isinstance(x, Tensor) else x for x in tree.flatten(state)[0]]
 
 
-def _given(alive: Tensor, state: Any, good: list[Any]) -> Any:
-    """The state that the body gets: for examples that are done, one that they went on with."""
+def _state_for_body(alive: Tensor, state: Any, good: list[Any]) -> Any:
+    """The state that the body gets: for examples that are done, their last good state."""
     leaves, spec = tree.flatten(state)
-    for i, (x, known) in enumerate(zip(leaves, good)):
-        if isinstance(x, Tensor) and isinstance(known, Tensor):
-            leaves[i] = torch.where(alive, x, known)
+    for i, (x, last) in enumerate(zip(leaves, good)):
+        if isinstance(x, Tensor) and isinstance(last, Tensor):
+            leaves[i] = torch.where(alive, x, last)
     return tree.unflatten(spec, leaves)
 
 
 class _ConstantUnlessStarted(TorchFunctionMode):
-    """Makes what a body closes over a constant for examples that never run it.
+    """Makes tensors that the body closes over constants for examples that never started.
 
     See NOTE [examples that are done].
     """
 
     def __init__(self, started: Tensor) -> None:
         self.started = started
-        # For a captured tensor the one that replaces it; ``None`` for what the body has made.
-        self.known = WeakTensorKeyDictionary()
+        # The replacement of each captured tensor; ``None`` for a tensor that the body computed.
+        self.replacements = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if listening() is None:  # nothing is differentiated, or it is the engine that computes
+        if listening() is None:  # nothing is differentiated, or autograd runs its backward
             return func(*args, **(kwargs or {}))
         changes = _changes_its_first_argument(func)
         rest = tree.map_(self._constant_unless_started, (args[changes:], kwargs or {}))
         out = func(*args[:changes], *rest[0], **rest[1])
         for x in tree.leaves(out):
             if isinstance(x, Tensor):
-                self.known[x] = None
+                self.replacements[x] = None
         return out
 
     def _constant_unless_started(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not is_tracked(x):
             return x
-        if x not in self.known:
-            self.known[x] = torch.where(self.started, x, x.detach())
-        known = self.known[x]
-        return x if known is None else known
+        if x not in self.replacements:
+            self.replacements[x] = torch.where(self.started, x, x.detach())
+        replacement = self.replacements[x]
+        return x if replacement is None else replacement
 
 
 def _masked(alive: Tensor, state: Any, new: Any) -> Any:
-    """The next state; examples that are done keep theirs."""
+    """The next state. Examples that are done keep their old state."""
     old_leaves, new_leaves, spec = aligned("remat_loop", state, new)
     for i, (a, b) in enumerate(zip(old_leaves, new_leaves)):
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             new_leaves[i] = torch.where(alive, b, a)
         elif isinstance(a, Tensor) or isinstance(b, Tensor) or a != b:
             raise TypeError(
-                "remat_loop: under vmap, where examples end at different steps, what changes in "
-                f"the state must be tensors; got {describe(a)} and then {describe(b)}"
+                "remat_loop: under vmap, where examples end at different steps, only tensors in "
+                f"the state may change; got {describe(a)} and then {describe(b)}"
             )
     return tree.unflatten(spec, new_leaves)
 
@@ -197,6 +205,6 @@ def aligned(api: str, before: Any, after: Any) -> tuple[list[Any], list[Any], An
         return old, [*tree.leaves_as(spec, after)], spec
     except ValueError:
         raise TypeError(
-            f"{api}: body must return a state of the structure it was given, {tree.shown(spec)}, "
-            f"got {tree.shown(tree.flatten(after)[1])}"
+            f"{api}: body must return a state of the same structure that it got, "
+            f"{tree.shown(spec)}; got {tree.shown(tree.flatten(after)[1])}"
         ) from None

@@ -1,9 +1,9 @@
-"""Regions in models of other people.
+"""Regions in existing models, without changing their code.
 
-- `apply`: `apply_remat` makes regions of submodules, `remove_remat` undoes it.
+- `apply`: `apply_remat` makes submodules regions, `remove_remat` undoes it.
 - `select`: finds submodules by class, name or pattern.
-- `checkpoint`: drop-ins for `torch.utils.checkpoint`.
-- `patch`: `patch_checkpoint`, under which calls of `torch.utils.checkpoint` become functx's.
+- `checkpoint`: drop-in replacements for the functions of `torch.utils.checkpoint`.
+- `patch`: `patch_checkpoint` lets calls of `torch.utils.checkpoint` use functx.
 """
 
 from functx._models.apply import apply_remat as apply_remat

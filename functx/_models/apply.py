@@ -1,11 +1,12 @@
-"""`apply_remat`: submodules of an existing model become regions, and nothing else about it changes.
+"""`apply_remat`: make submodules of an existing model regions, and change nothing else about it.
 
 NOTE [forward of an instance]
-A region replaces ``forward`` on the instance, nothing on its class: the module keeps its type,
-parameters, hooks (which run outside of the region, and once) and ``state_dict``. The replacement
-is an object that knows its module, so it travels through ``copy.deepcopy`` and ``pickle`` with it.
+A region replaces ``forward`` on the instance, not on its class. So the module keeps its type,
+parameters, ``state_dict`` and hooks (which run outside the region, once). The replacement is an
+object with a reference to its module, so ``copy.deepcopy`` and ``pickle`` copy both together.
 A *shallow* copy of a module (``copy.copy``, the replicas of ``nn.DataParallel``) shares the
-replacement with the original; which of the two is called is then seen from the caller.
+replacement with the original. The replacement then looks at its caller's frame to find out which of
+the two modules was called.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ M = TypeVar("M", bound=nn.Module)
 class RegionForward:
     """``forward`` of a module, as a region. ``NOTE [forward of an instance]``.
 
-    ``own`` is a ``forward`` that the instance had already, ``None`` for that of its class.
+    Args:
+        module: the module.
+        options: the options of the region.
+        own: the ``forward`` that the instance had before; ``None`` if it used that of its class.
     """
 
     def __init__(self, module: nn.Module, options: Options, own: Any = None) -> None:
@@ -50,7 +54,7 @@ class RegionForward:
         if not torch.compiler.is_compiling():
             caller = sys._getframe(1).f_locals.get("self")
             if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
-                module = caller  # perhaps a shallow copy
+                module = caller  # it may be a shallow copy
         forward = self._forward_of(module)
         if self._is_marked and torch.is_grad_enabled():
             name = type(module).__name__
@@ -58,9 +62,9 @@ class RegionForward:
             if self._checkpoints_itself(module):
                 tell(
                     name,
-                    "it is checkpointed by transformers too, so it runs once more than need be. "
-                    "Call model.gradient_checkpointing_disable(), or keep it and use "
-                    "functx.patch_checkpoint() in place of apply_remat",
+                    "transformers checkpoints this layer too, so it runs once more than necessary. "
+                    "Call model.gradient_checkpointing_disable(), or use functx.patch_checkpoint() "
+                    "instead of apply_remat",
                 )
         return run(forward, args, kwargs, self.options)
 
@@ -68,15 +72,16 @@ class RegionForward:
         if self.own is not None:
             return self.own
         forward = select.without_own_checkpoint(type(module).forward)
-        if torch.compiler.is_compiling():  # of a method, the compiler of torch 2.11 knows nothing
+        if torch.compiler.is_compiling():  # Dynamo of torch 2.11 can't trace a method made here
             return functools.partial(forward, module)
         return forward.__get__(module)
 
     def _checkpoints_itself(self, module: nn.Module) -> bool:
-        """Whether transformers checkpoints a layer where this region can't leave that out.
+        """Whether transformers checkpoints this layer in a way that the region can't avoid.
 
-        A ``forward`` that the instance had calls that of the class, and older transformers
-        checkpoint in ``__call__``, around the region.
+        This is true if the instance had a ``forward`` attribute, which calls the ``forward`` of the
+        class. It is also true for older versions of transformers, which checkpoint in ``__call__``,
+        around the region.
         """
         if not (module.training and getattr(module, "gradient_checkpointing", False)):
             return False
@@ -85,9 +90,9 @@ class RegionForward:
 
     @property
     def __globals__(self) -> Any:
-        """What ``torch.jit.script`` reads first of a function."""
+        """``torch.jit.script`` reads this attribute first, so the error is raised here."""
         raise AttributeError(
-            f"torch.jit.script can't read {self!r}; call functx.remove_remat(model) before"
+            f"torch.jit.script can't compile {self!r}; call functx.remove_remat(model) first"
         )
 
     def __reduce__(self) -> Any:
@@ -110,12 +115,12 @@ def apply_remat(
 ) -> M:
     """Make submodules of a model into regions, in place.
 
-    Each keeps only the inputs of its ``forward`` and computes the rest again when it is
-    differentiated, as with `functx.remat`. All else stays: types, names, parameters, buffers,
-    ``state_dict``, hooks, pickling, copies (which are regions too).
+    Each saves only the inputs of its ``forward`` and recomputes the rest when it is differentiated,
+    as with `functx.remat`. Everything else stays the same: types, names, parameters, buffers,
+    ``state_dict``, hooks and pickling. Copies of the model have regions too.
 
     Args:
-        model: an ``nn.Module``; also one that DDP, FSDP or ``torch.compile`` has wrapped.
+        model: an ``nn.Module``; it may be wrapped by DDP, FSDP or ``torch.compile``.
         where: which submodules:
 
             - a class or a tuple of classes: their instances,
@@ -124,29 +129,29 @@ def apply_remat(
             - the name of a class,
             - a compiled regular expression, which has to match a whole name,
             - a predicate ``(name, module) -> bool``, or ``(module) -> bool``,
-            - modules of the model themselves,
+            - a module of the model,
             - ``"gradient_checkpointing"``: the layers that Hugging Face transformers or diffusers
-              would checkpoint, in place of ``gradient_checkpointing_enable()`` (if that was called,
-              or is called later, each region takes the place of its layer's checkpoint); as there,
-              a cache of keys and values that is empty is not used while a derivative is taken,
+              would checkpoint. Use it instead of ``gradient_checkpointing_enable()``; if that is
+              called as well, each region replaces its layer's checkpoint. As in transformers, an
+              empty cache of keys and values is not used while a derivative is taken,
             - or a list of these.
 
-            Each has to match something. The model itself is not its own submodule. What matches
-            inside of another match is a region in a region.
-        every: of the modules found, in their order, take the first of each ``every``.
-        policy: as for `functx.remat`, and so are the other options.
-        preserve_rng_state: whether replays draw as the forward drew.
+            Each entry has to match a module. The model does not count as its own submodule. A match
+            inside another match becomes a region inside a region.
+        every: of the modules found, in order, take the first of every ``every``.
+        policy: as for `functx.remat`, like all further options.
+        preserve_rng_state: whether replays draw the random numbers that the forward drew.
         determinism_check: whether shapes, dtypes and numbers are compared.
-        debug: whether a departure shows both sides.
+        debug: whether the error of a replay that departs shows both calls.
         budget: bytes for each region.
 
     Returns:
-        ``model``, the same object. A module that was a region already has the new options.
+        ``model``, the same object. A module that was a region already gets the new options.
 
     Raises:
-        TypeError: ``model`` is no module, or ``where`` is nothing that can mean modules.
-        ValueError: ``where`` matches nothing (the message lists what is near), or a module that
-            can't be made a region.
+        TypeError: ``model`` is not a module, or ``where`` has a type that can't select modules.
+        ValueError: ``where`` matches nothing (the message lists similar names), or matches a module
+            that can't be made a region.
 
     Example:
         >>> import torch, functx
@@ -171,7 +176,7 @@ def apply_remat(
         if isinstance(module, RematModule):
             raise ValueError(
                 f"apply_remat: {name!r} was made by functx.remat and is a region already. Leave it "
-                "out of where, or build the model without."
+                "out of where, or build the model without functx.remat."
             )
     for name, module in found:
         title = f"{name} ({type(module).__name__})" if name else type(module).__name__
@@ -182,18 +187,18 @@ def apply_remat(
 
 
 def remove_remat(model: M, where: select.Where | None = None) -> M:
-    """Undo `apply_remat`, in place: submodules have the ``forward`` they had.
+    """Undo `apply_remat`, in place: submodules get their original ``forward`` back.
 
     Args:
         model: an ``nn.Module``.
-        where: which submodules, as for `apply_remat`; ``None`` for all, and for the model itself.
-            Those that are no regions stay as they are.
+        where: which submodules, as for `apply_remat`; ``None`` for all of them and the model
+            itself. Modules that are not regions are left unchanged.
 
     Returns:
         ``model``, the same object.
 
     Raises:
-        TypeError: ``model`` is no module, or ``where`` is nothing that can mean modules.
+        TypeError: ``model`` is not a module, or ``where`` has a type that can't select modules.
         ValueError: ``where`` matches nothing.
     """
     _check_model(model, "remove_remat")
@@ -208,7 +213,7 @@ def remove_remat(model: M, where: select.Where | None = None) -> M:
 
 
 def remat_regions(model: nn.Module) -> list[str]:
-    """The names of a model's modules that are regions, in their order; ``""`` is the model itself.
+    """The names of a model's modules that are regions, in order; ``""`` is the model itself.
 
     Example:
         >>> import torch, functx
@@ -230,17 +235,17 @@ def _check_model(model: Any, caller: str) -> None:
 
 
 def _without_cache(layer: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with ``use_cache=False``, and without an empty cache, as in transformers itself.
+    """The arguments with ``use_cache=False`` and without an empty cache, as transformers does it.
 
-    A cache that holds something (a trained prefix, the states of a prompt) is left: the layer reads
-    it, and the region refuses it. A warning names the class of the ``layer``, if it is given one:
-    encoders are told ``use_cache`` of the config, too.
+    A cache that is not empty (a trained prefix, the states of a prompt) stays: the layer reads it,
+    and the region refuses it. If an empty cache is dropped, a warning names the class of the layer.
+    ``use_cache=True`` alone causes no warning, since encoders get it from their config.
     """
     if any(map(_is_empty, (*args, *kwargs.values()))):
         tell(
             layer,
-            "it is a region and a derivative is taken, so no cache of keys and values is used. "
-            "Pass use_cache=False to silence this",
+            "this layer is a region and a derivative is taken, so it runs without a cache of keys "
+            "and values. Pass use_cache=False to silence this warning",
         )
     args = tuple(None if _is_empty(a) else a for a in args)
     kwargs = {name: None if _is_empty(a) else a for name, a in kwargs.items()}
@@ -248,6 +253,6 @@ def _without_cache(layer: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...],
 
 
 def _is_empty(cache: Any) -> bool:
-    """Whether this is a cache that holds nothing."""
+    """Whether ``cache`` is a cache of transformers without entries."""
     length = getattr(cache, "get_seq_length", None)
     return length is not None and not length()

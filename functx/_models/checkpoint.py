@@ -1,7 +1,7 @@
-"""`checkpoint` and `checkpoint_sequential`: drop-in for those of ``torch.utils.checkpoint``.
+"""Drop-in replacements for ``checkpoint`` and ``checkpoint_sequential`` of torch.
 
-Same signatures, one implementation: a region of `functx.remat`. Every option is honoured or
-refused; none is ignored.
+They have torch's signatures and one implementation, a region of `functx.remat`. Every option either
+has its effect or raises an error.
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """``function(*args, **kwargs)``, as a region that keeps its inputs and is computed again.
+    """``function(*args, **kwargs)`` as a region, which saves its inputs and recomputes the rest.
 
-    Takes what `torch.utils.checkpoint.checkpoint` takes, and does what `functx.remat` does: it
-    works under every stack of transforms, and tensors that ``function`` reaches otherwise than
-    through its arguments get their gradients.
+    This takes the arguments of `torch.utils.checkpoint.checkpoint` and does what `functx.remat`
+    does: it works under every stack of transforms, and tensors that ``function`` closes over get
+    their gradients.
 
     Args:
         function: any callable.
         *args: its arguments, any pytrees.
-        use_reentrant: torch's choice between two implementations. Here is one, which computes what
-            ``function`` would; with ``True`` replays run in full, and keyword arguments,
-            ``context_fn`` and ``debug`` are errors, as there. It does *not* bring back that
-            parameters get no gradient where no argument requires one.
-        context_fn: returns two context managers, for the forward and for replays. Those that
-            `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes are understood as
-            the ``policy`` of `functx.remat`; others are entered around ``function``.
+        use_reentrant: in torch this chooses between two implementations. functx has one, with the
+            gradients of ``function`` itself. With ``True``, replays run in full, and keyword
+            arguments, ``context_fn`` and ``debug`` are errors, as in torch. Unlike in torch,
+            parameters get gradients even if no argument requires one.
+        context_fn: returns two context managers, for the forward and for replays. The contexts of
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts` are taken as the
+            ``policy`` of `functx.remat`; others are entered around ``function``.
         determinism_check: as for `functx.remat`.
         debug: as for `functx.remat`; not together with ``context_fn``.
-        early_stop: ``False`` runs replays in full. Else they leave out what no gradient needs.
-            Torch's ``set_checkpoint_early_stop`` overrules it, as ``set_checkpoint_debug_enabled``
-            overrules ``debug``.
+        early_stop: with ``False``, replays run in full; by default, they leave out what no gradient
+            needs. Torch's ``set_checkpoint_early_stop`` overrides this option, and
+            ``set_checkpoint_debug_enabled`` overrides ``debug``.
         preserve_rng_state: as for `functx.remat`.
-        respect_saved_tensors_hooks: of torch 2.14. What a region keeps is seen by no saved-tensor
-            hooks, so ``True`` is an error; an offload policy moves it.
+        respect_saved_tensors_hooks: an option of torch 2.14. Saved-tensor hooks do not see what a
+            region saves, so ``True`` is an error; use an offload policy to move saved values.
         **kwargs: keyword arguments of ``function``.
 
     Returns:
-        What ``function`` returns.
+        The result of ``function``.
 
     Raises:
         TypeError: ``function`` is not callable, or an option has the wrong type.
-        ValueError: options that exclude each other, or a value that is not known.
-        functx.RematError: where the promise can't be kept; a ``CheckpointError`` of torch.
+        ValueError: options exclude each other, or a value is unknown.
+        functx.RematError: a region can't keep its promise; it is a ``CheckpointError`` of torch.
 
     Example:
         >>> import torch, functx
@@ -86,7 +86,7 @@ def checkpoint(
     early_stop = early_stop if asked_to_stop is None else asked_to_stop
     early_stop = early_stop and not use_reentrant
     has_contexts = context_fn is not noop_context_fn
-    # As in torch, and in its words.
+    # These errors have the same types and texts as in torch.
     if use_reentrant and kwargs:
         raise ValueError(f"Unexpected keyword arguments: {','.join(kwargs)}; use_reentrant=True")
     if use_reentrant and (has_contexts or debug):
@@ -95,9 +95,10 @@ def checkpoint(
         raise ValueError("debug=True is incompatible with non-default context_fn")
     if respect_saved_tensors_hooks:
         raise ValueError(
-            "checkpoint: respect_saved_tensors_hooks=True: saved-tensor hooks do not see what a "
-            "region keeps. Leave it out; to keep it in host memory, pass functx.remat a policy "
-            "such as checkpoint_policies.offload_dot_with_no_batch_dims('device', 'pinned_host')."
+            "checkpoint: respect_saved_tensors_hooks=True is not supported, because saved-tensor "
+            "hooks do not see what a region saves. Leave it out. To save values in host memory, "
+            "use functx.remat with a policy such as "
+            "checkpoint_policies.offload_dot_with_no_batch_dims('device', 'pinned_host')."
         )
     if has_contexts and compiler.in_plain_graph():
         return torch_checkpoint(
@@ -105,16 +106,16 @@ def checkpoint(
         )
     warn_if_later(function)
     policy, body = None, function
-    if has_contexts and torch.is_grad_enabled():  # else they are not entered, as in torch
+    if has_contexts and torch.is_grad_enabled():  # torch too enters them only in grad mode
         contexts = context_fn()
         pair = contexts if isinstance(contexts, tuple) else ()
         if [isinstance(c, AbstractContextManager) for c in pair] != [True, True]:
             raise TypeError(
-                f"checkpoint: context_fn returned {contexts!r}, expected two context managers: one "
-                "for the forward, one for replays."
+                f"checkpoint: context_fn returned {contexts!r}; expected two context managers, one "
+                "for the forward and one for replays."
             )
         forward, replays = pair
-        if type(forward).__module__ == torch_checkpoint.__module__:  # its selective checkpoint
+        if type(forward).__module__ == torch_checkpoint.__module__:  # selective checkpoint
             policy = getattr(forward, "policy_fn", None)
         if policy is None:
             body = _entered(function, forward, replays)
@@ -134,8 +135,8 @@ def checkpoint(
         for name in _OF_REMAT.intersection(kwargs):
             if f"unexpected keyword argument {name!r}" in str(error):
                 error.add_note(
-                    f"checkpoint passes {name!r} on to the function, as torch's does. For options "
-                    "of functx.remat call functx.remat(function, ...)(*args)."
+                    f"checkpoint passes {name!r} to the function, as torch's checkpoint does. To "
+                    "use options of functx.remat, call functx.remat(function, ...)(*args)."
                 )
         raise
 
@@ -147,24 +148,25 @@ def checkpoint_sequential(
     use_reentrant: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A chain of functions in ``segments`` pieces, all but the last of which are regions.
+    """Run a chain of functions in ``segments`` pieces, all of which but the last are regions.
 
-    Takes what `torch.utils.checkpoint.checkpoint_sequential` takes, and cuts where it cuts: pieces
-    of ``len(functions) // segments`` functions, the rest in the last one.
+    This takes the arguments of `torch.utils.checkpoint.checkpoint_sequential`, and cuts the chain
+    at the same places: pieces have ``len(functions) // segments`` functions, and the last one has
+    the rest.
 
     Args:
         functions: an ``nn.Sequential``, or the functions in order.
-        segments: how many pieces, from 1 to the number of functions.
-        input: what the first function takes.
+        segments: the number of pieces, from 1 to the number of functions.
+        input: the argument of the first function.
         use_reentrant: as for `checkpoint`.
-        **kwargs: further options of `checkpoint`, ``preserve_rng_state`` for one.
+        **kwargs: further options of `checkpoint`, such as ``preserve_rng_state``.
 
     Returns:
-        What the last function returns.
+        The result of the last function.
 
     Raises:
-        TypeError: ``segments`` is no integer, or ``functions`` are none.
-        ValueError: ``segments`` is out of range, or an option is not known.
+        TypeError: ``segments`` is not an integer, or one of ``functions`` is not callable.
+        ValueError: ``segments`` is out of range, or an option is unknown.
 
     Example:
         >>> import torch, functx
@@ -173,12 +175,12 @@ def checkpoint_sequential(
         >>> functx.checkpoint_sequential(chain, 2, x, use_reentrant=False).shape
         torch.Size([2])
     """
-    known = checkpoint.__kwdefaults__ or {}
-    unknown = kwargs.keys() - known.keys()
+    options = checkpoint.__kwdefaults__ or {}
+    unknown = kwargs.keys() - options.keys()
     if unknown:
         raise ValueError(
             f"Unexpected keyword arguments: {','.join(sorted(unknown))}. checkpoint_sequential "
-            f"knows {', '.join(sorted(known))}."
+            f"takes {', '.join(sorted(options))}."
         )
     parts, segments = checked_chain(functions, segments, "checkpoint_sequential")
     size = len(parts) // segments
@@ -189,15 +191,15 @@ def checkpoint_sequential(
 
 
 def _entered(function: Any, forward: Any, replays: Any) -> Callable[..., Any]:
-    """``function`` in the first context once, and in the second from then on."""
+    """``function`` inside ``forward`` at the first call, and inside ``replays`` at later calls."""
     coming = [forward]
 
     def body(*args: Any, **kwargs: Any) -> Any:
         with coming.pop() if coming else replays:
             return function(*args, **kwargs)
         raise RematError(
-            "checkpoint: a context of context_fn suppressed an exception of the function, which "
-            "then has no result. Let exceptions pass."
+            "checkpoint: a context manager of context_fn suppressed an exception of the function, "
+            "so there is no result. Its __exit__ must not return True."
         )
 
     return body

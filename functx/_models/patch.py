@@ -1,9 +1,9 @@
-"""`patch_checkpoint`: third-party code that calls ``torch.utils.checkpoint`` runs on functx.
+"""`patch_checkpoint`: let code that calls ``torch.utils.checkpoint`` use functx instead.
 
-torch's function stays the same object, so it does not matter where code has stored it: under a name
-of a module's own, in a partial, in a closure. While a patch is in place, calls of that object run
-functx's implementation. ``torch.compile`` knows the object and never looks into it, so compiled
-code is the same with and without a patch.
+torch's function stays the same object, so the patch also reaches code that has imported it under
+another name, or holds it in a partial or a closure. While a patch is in place, calls of that object
+run functx's implementation. ``torch.compile`` recognises the object without tracing into it, so
+compiled code is the same with and without a patch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _active = 0
 
 
 class Patch:
-    """A patch that is in place, until `undo` or the end of a ``with`` block."""
+    """A patch that is in place until `undo` is called or its ``with`` block ends."""
 
     def __init__(self) -> None:
         self._on = False
@@ -53,32 +53,32 @@ class Patch:
 def patch_checkpoint() -> Patch:
     """Make code that calls ``torch.utils.checkpoint`` use functx instead, in the whole process.
 
-    Each call of torch's function runs `functx.checkpoint`. It does not matter under which name or
-    in which partial code holds the function, nor whether it got it before the patch. So models of
-    Hugging Face that were enabled before are covered, as are torch's ``checkpoint_sequential`` and
-    FSDP's ``checkpoint_wrapper``. Calls mean what they mean to `functx.checkpoint`.
+    Each call of torch's function runs `functx.checkpoint`, with the same arguments. It does not
+    matter under which name code holds the function, or whether it was imported before the patch. So
+    the patch also reaches Hugging Face models on which ``gradient_checkpointing_enable`` was called
+    before, torch's ``checkpoint_sequential`` and FSDP's ``checkpoint_wrapper``.
 
     The patch does not change the graphs of ``torch.compile``, ``torch.export`` and
-    ``torch.jit.trace``. The compiler recomputes by its own means, and code that was compiled under
-    the patch may be used after it, and the other way round. (Gradients of torch.func *inside* of
-    compiled code, which torch refuses around a checkpoint, use functx.)
+    ``torch.jit.trace``. The compiler recomputes by its own means, so code that was compiled under
+    the patch may be used after it, and vice versa. (The exception are gradients of torch.func
+    *inside* compiled code: torch refuses a checkpoint there, so functx runs it.)
 
-    ``torch.distributed._composable.checkpoint`` stays torch's: it works by hooks around a module,
-    which transforms refuse. Use ``checkpoint_wrapper`` or `functx.apply_remat` in its place.
+    ``torch.distributed._composable.checkpoint`` is not patched: it works by hooks around a module,
+    which transforms refuse. Use ``checkpoint_wrapper`` or `functx.apply_remat` instead.
 
-    Hugging Face's ``gradient_checkpointing_enable`` also hangs a hook for the reentrant checkpoint
-    on the embeddings, which calls ``requires_grad_``. torch.func refuses that; functx's transforms
-    allow it, with and without the patch.
+    Hugging Face's ``gradient_checkpointing_enable`` also registers a hook on the embeddings for the
+    reentrant checkpoint, which calls ``requires_grad_``. torch.func refuses that; functx's
+    transforms allow it, with and without the patch.
 
-    A backward pass may come after the patch, unless checkpoints are nested: a replay has to find
-    the inner ones as the forward did, else it raises `ReplayError`.
+    A backward pass may run after the patch has ended, unless checkpoints are nested: a replay must
+    find the inner checkpoints as the forward did, else it raises `ReplayError`.
 
-    The patch is in place when this returns; patches may nest, across threads too, and the last to
-    be undone puts torch's function back.
+    The patch is in place when this function returns. Patches may nest, also across threads; the
+    last one that is undone restores torch's function.
 
     Returns:
-        A handle: use it in a ``with`` block, or call its ``undo()``, or drop it and leave the patch
-        in place for good.
+        A handle. Use it in a ``with`` block, or call its ``undo()``. If you do neither, the patch
+        stays in place.
 
     Raises:
         RuntimeError: another library had replaced torch's function before functx was imported.
@@ -98,7 +98,7 @@ def patch_checkpoint() -> Patch:
 
 @uncompiled
 def patched_checkpoint(*args: Any, **options: Any) -> Any:
-    """Run in each call of ``torch.utils.checkpoint.checkpoint`` while a patch is in place."""
+    """Replaces ``torch.utils.checkpoint.checkpoint`` while a patch is in place."""
     if compiler.checkpoint_is_of_a_graph() or not (args or "function" in options):
         # (Without a function, torch 2.14 returns a decorator.)
         return compiler.own_checkpoint()(*args, **options)

@@ -1,6 +1,6 @@
-"""Selects submodules of a model: by class, name, pattern, predicate, or the module itself.
+"""Select submodules of a model by class, name, pattern or predicate, or by the module itself.
 
-A module that a model holds in several places has several names and is one module.
+A module that occurs in several places of a model has several names, but counts once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from functx._core import has_forward
 Where = type[nn.Module] | str | re.Pattern[str] | nn.Module | Callable[..., bool] | Collection[Any]
 Named = list[tuple[str, nn.Module]]
 
-MARKED = "gradient_checkpointing"  # the layers that a model's library marks as worth it
+MARKED = "gradient_checkpointing"  # selects the layers that transformers or diffusers checkpoint
 _WILDCARDS = {"**": ".*", "*": "[^.]*", "?": "[^.]"}  # `**` crosses dots
 
 
 def find(model: nn.Module, where: Where, caller: str) -> dict[str, nn.Module]:
-    """The submodules of ``model`` that ``where`` means, by their first names, in their order.
+    """The submodules of ``model`` that ``where`` selects, by their first names, in order.
 
-    The model itself counts only if it is named by ``""``, or given.
+    The model itself is selected only by the name ``""`` or by the module.
 
     Raises:
-        TypeError: ``where`` is nothing that can mean modules.
-        ValueError: it means no module of ``model``, or one without a forward of its own.
+        TypeError: ``where`` has a type that can't select modules.
+        ValueError: it selects no module of ``model``, or one that does not define ``forward``.
     """
     named = list(model.named_modules(remove_duplicate=False))
     if isinstance(where, nn.ModuleDict):
@@ -70,21 +70,21 @@ def _matches(named: Named, where: Any, caller: str) -> Named:
         alone = _takes_one(where)
         return [(name, m) for name, m in inner if (where(m) if alone else where(name, m))]
     raise TypeError(
-        f"{caller}: where holds {where!r}, expected a class of modules, a name or a pattern of "
-        "names, a compiled regular expression, a module, a predicate of (name, module), or a "
-        "list of these."
+        f"{caller}: where must be a class of modules, a name or a pattern of names, a compiled "
+        "regular expression, a module, a predicate of (name, module), or a list of these. Got "
+        f"{where!r}."
     )
 
 
 def _takes_one(predicate: Callable[..., Any]) -> bool:
-    """Whether a predicate takes a module alone, as those of torch's own wrappers do."""
+    """Whether a predicate takes only a module, like the predicates of torch's own wrappers."""
     parameters = inspect.signature(predicate).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD]
     return len(required) == 1 and not any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 def _pattern(glob: str) -> re.Pattern[str]:
-    """``*`` and ``?`` stay within one part of a dotted name, ``**`` crosses dots."""
+    """Convert a pattern, in which ``*`` and ``?`` do not match dots, and ``**`` does."""
     texts = re.split(r"(\*\*|[*?]|\[[^]]+\])", glob)
     texts[::2] = map(re.escape, texts[::2])
     texts[1::2] = (_WILDCARDS.get(t) or t.replace("[!", "[^", 1) for t in texts[1::2])
@@ -92,7 +92,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def _marked(named: Named, caller: str) -> Named:
-    """The layers that transformers marks; or what marked modules have in lists, as in diffusers."""
+    """The layers that transformers marks; for diffusers, the blocks in lists of marked modules."""
     if layers := [(name, m) for name, m in named if is_marked_layer(m)]:
         return layers
     marked = {id(m) for _, m in named if any(hasattr(part, MARKED) for part in m.modules())}
@@ -118,7 +118,7 @@ def without_own_checkpoint(forward: Any) -> Any:
     """The ``forward`` of a layer of transformers, without the checkpoint that is built into it.
 
     transformers wraps the ``forward`` of each class of marked layers, and the wrapper checkpoints
-    if ``gradient_checkpointing_enable()`` was called. A region takes the place of that checkpoint.
+    if ``gradient_checkpointing_enable()`` was called. A region replaces that checkpoint.
     """
     module = getattr(forward, "__globals__", {}).get("__name__")
     is_wrapper = module == "transformers.modeling_layers" and hasattr(forward, "__wrapped__")
@@ -126,28 +126,31 @@ def without_own_checkpoint(forward: Any) -> Any:
 
 
 def _nothing(named: Named, where: Any, containers: Named) -> str:
-    """Why there is nothing to make a region of, and what there is."""
+    """The reason why ``where`` selects nothing that can be a region, and what could be selected."""
     for name, module in containers:
         return (
-            f"{name or 'the model'!r} is a {type(module).__name__}, which has no forward of its "
-            f"own to make a region of. Name what is in it: {name + '.*'!r}."
+            f"{name or 'the model'!r} is a {type(module).__name__}, which does not define forward, "
+            f"so it can't be a region. Name the modules in it: {name + '.*'!r}."
         )
     if isinstance(where, nn.Module):
-        return f"the {type(where).__name__} given in where is no part of the model."
+        return f"the {type(where).__name__} in where is not a part of the model."
     if isinstance(where, type) and isinstance(named[0][1], where):
-        return "the model itself is one: functx.remat(model) makes a region of the whole."
+        return (
+            f"only the model itself is a {where.__name__}: functx.remat(model) makes it a region "
+            "as a whole."
+        )
     regex = where.pattern if isinstance(where, re.Pattern) else where
     text = regex if isinstance(regex, str) else getattr(where, "__name__", repr(where))
     return f"{text!r} matches no submodule, by its whole name or class. {_hint(named, text)}"
 
 
 def _hint(named: Named, text: str = "") -> str:
-    """The submodules there are: those whose names are close to a text, if some are."""
+    """The names of submodules: those that are similar to ``text``, or else the first ones."""
     names = [name for name, _ in named if name]
     if not names:
-        return "The model has no submodules; functx.remat(model) makes a region of the whole."
+        return "The model has no submodules; functx.remat(model) makes it a region as a whole."
     classes = list(dict.fromkeys(type(m).__name__ for _, m in named[1:]))
     if near := difflib.get_close_matches(text, [*names, *classes], n=5, cutoff=0.5):
-        return f"Near are {', '.join(map(repr, near))}."
+        return f"Similar names are {', '.join(map(repr, near))}."
     shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-    return f"There are {shown} (of the classes {', '.join(classes)})."
+    return f"The submodules are {shown} (of the classes {', '.join(classes)})."

@@ -1,8 +1,10 @@
-"""What a region saves in addition to its inputs; the public face is `functx.checkpoint_policies`.
+"""Policies: they decide what a region saves in addition to its inputs.
 
-- `policy`: the policies, and what they are asked.
-- `aten_ops`: which ATen operations are products of matrices, and how many operations they take.
-- `offload`: saved tensors in host memory.
+The public names are in `functx.checkpoint_policies`.
+
+- `policy`: the policies, and the `Value` that they decide about.
+- `aten_ops`: which ATen operations are matrix products, and how many FLOPs an operation takes.
+- `offload`: moves saved tensors to host memory and back.
 """
 
 from functx._policies import offload as offload

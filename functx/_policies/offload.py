@@ -1,9 +1,9 @@
-"""Kept values in host memory: copied there when a region has run, and back when it is replayed.
+"""Saved values in host memory: copied there after a region ran, and back when it is replayed.
 
-On CUDA the copies run on a stream of their own, from and to pinned memory, so that they overlap
-with computation: a replay begins with the copies of all that it will read, and of what the region
-that ran before this one, and so is pulled back next, will read. On CPU they are plain copies, at
-the same moments.
+On CUDA the copies run on a separate stream, from and to pinned memory, so that they overlap with
+computation. When a replay begins, it starts the copies of all values that it will read. It also
+starts those of the region that ran before it in the forward pass, because that region is replayed
+next. On CPU the copies are synchronous, at the same moments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _side_stream: Callable[[torch.device], Any] = functools.cache(torch.cuda.Stream)
 
 @contextmanager
 def on_offload(callback: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Call ``callback(value, copy)`` for each value that this thread moves to host memory."""
+    """A context that calls ``callback(value, copy)`` for each value moved on this thread."""
     before = _observers.set((*_observers.get(), callback))
     try:
         yield
@@ -39,7 +39,7 @@ def _copied(t: Tensor, device: torch.device | str, pin: bool = False) -> Tensor:
 
 
 def to_host(t: Tensor) -> Tensor:
-    """A copy of a plain tensor in host memory, with its layout; to be called below all levels."""
+    """Copy a plain tensor to host memory, with its strides. Call it below all functorch levels."""
     if t.is_cuda:
         side = _side_stream(t.device)
         side.wait_stream(torch.cuda.current_stream(t.device))
@@ -54,20 +54,22 @@ def to_host(t: Tensor) -> Tensor:
 
 
 def _to_device(host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-    """A copy on its way to a device, and the event of its arrival there."""
+    """Start a copy to a device; returns the copy, and the event that says it has arrived."""
     if device.type != "cuda":
         return _copied(host, device), None
-    side = _side_stream(device)  # which has written the host's copy
+    # The stream that copied the value to the host, so the copy back waits for it.
+    side = _side_stream(device)
     with torch.cuda.stream(side):
         return _copied(host, device), side.record_event()
 
 
 class Fetcher:
-    """Brings the values of one region back from host memory, ahead of the need.
+    """Copies the values of one region back from host memory before they are needed.
 
     Args:
-        hosts: the values in host memory, by key; the region's node holds them, this does not.
-        devices: where they belong, by key.
+        hosts: the values in host memory, by key. Only weak references are kept; the region's node
+            owns the values.
+        devices: the device of each value, by key.
     """
 
     def __init__(self, hosts: Mapping[int, Tensor], devices: Mapping[int, torch.device]) -> None:
@@ -75,12 +77,12 @@ class Fetcher:
         self._devices = devices
         self._copies: dict[int, tuple[Tensor, Any]] = {}
         self._replays = 0
-        # The region that ran before is pulled back after this one.
+        # The region that ran before this one is pulled back after it.
         self._before = _last.get()
         _last.set(weakref.ref(self))
 
     def begin(self, hosts: Mapping[int, Tensor]) -> None:
-        """A replay that reads ``hosts`` begins: start their copies, and those of the next one."""
+        """Start the copies for a replay that reads ``hosts``, and those for the next replay."""
         self._replays += 1
         self._start(hosts)
         following = None if self._before is None else self._before()
@@ -93,11 +95,11 @@ class Fetcher:
                 self._copies[key] = _to_device(host, self._devices[key])
 
     def brings(self, key: int) -> bool:
-        """Whether a value is in host memory."""
+        """Whether the value with this key was moved to host memory."""
         return key in self._devices
 
     def value(self, key: int, host: Tensor) -> Tensor:
-        """A copy of ``host`` on its device, ready for what is computed there next."""
+        """The copy of ``host`` on its device; the current stream waits until it has arrived."""
         started = self._copies.pop(key, None)
         t, arrival = started or _to_device(host, self._devices[key])
         if arrival is not None:
@@ -107,5 +109,5 @@ class Fetcher:
         return t
 
     def end(self) -> None:
-        """The replay has ended; what it did not read is not needed."""
+        """Drop the copies that the replay did not read, after it has ended."""
         self._copies.clear()

@@ -1,12 +1,14 @@
-"""What a region keeps beside its inputs: policies, as values that combine.
+"""Policies: which values a region saves in addition to its inputs. Policies can be combined.
 
-A policy answers for one value at a time: an operation's result, with the names that
-`checkpoint_name` gave it. It says what *may* be kept; what the pullback does not read is dropped.
+A policy decides about one value at a time: the result of an operation, with the names that
+`checkpoint_name` gave to it. It decides what *may* be saved; a value that the pullback does not
+read is dropped in any case.
 
 NOTE [names and operations]
-A value is judged when its operation has run, and again when it is given a name. A policy of
-operations remembers in the meantime what it said, so that ``dots_saveable &
-~save_only_these_names("z")`` means what it says.
+A region asks its policy when an operation has run, and again whenever the result is given a name.
+At the second time the operation's arguments are gone. So a policy that decides by operation stores
+its first answer in ``Value.memo``, and ``dots_saveable & ~save_only_these_names("z")`` can combine
+that answer with the name.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from functx._torch import compiler
 
 
 class Decision(enum.IntEnum):
-    """What happens to a value; true if it is kept."""
+    """What happens to a value; true if it is saved, on its device or in host memory."""
 
     RECOMPUTE = 0
     SAVE = 1
@@ -40,14 +42,16 @@ class Decision(enum.IntEnum):
 
 @dataclass
 class Value:
-    """One result of an operation of a region, as a policy sees it.
+    """The result of an operation in a region, as a policy sees it.
 
     Attributes:
-        func: the ATen overload; ``None`` where it is not known.
-        args, kwargs: its arguments, per example: under ``vmap`` they are on the meta device.
-        out: what it returned, likewise.
-        names: what `checkpoint_name` called the value.
-        memo: what parts of a policy said of the operation. ``NOTE [names and operations]``.
+        func: the ATen overload; ``None`` if it is not known.
+        args: its positional arguments for one example. Under ``vmap`` they are meta tensors.
+        kwargs: its keyword arguments, in the same form.
+        out: its result, in the same form.
+        names: the names that `checkpoint_name` gave to the value.
+        memo: what the parts of a policy decided about the operation, by the part's id.
+            ``NOTE [names and operations]``.
     """
 
     func: Any
@@ -58,22 +62,22 @@ class Value:
     memo: dict[int, Decision] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Let go of all tensors: only names can come now."""
+        """Drop all tensors. After this only names may change, so no policy reads the tensors."""
         self.args, self.kwargs, self.out = (), {}, None
 
 
 class Policy(ABC):
-    """What a region may keep: a frozen, hashable value; combine with ``|``, ``&`` and ``~``."""
+    """A frozen, hashable rule for what a region may save; combine with ``|``, ``&`` and ``~``."""
 
-    # Whether names, or operations, make a difference.
+    # Whether the decision depends on names, and on operations.
     reads_names: bool = False
     reads_operations: bool = True
-    # Whether torch's own checkpoint, in compiled code, can tell what this asks.
+    # Whether torch's checkpoint, which is used in compiled code, can pass on all that this reads.
     known_to_torch: bool = True
 
     @abstractmethod
     def decide(self, value: Value) -> Decision:
-        """What happens to a value."""
+        """Decide what happens to a value."""
 
     def __or__(self, other: Any) -> Policy:
         return Combined("|", (self, as_policy(other)))
@@ -87,10 +91,12 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class Combined(Policy):
-    """A policy made of others, by a rule.
+    """A policy that combines others by a rule.
 
-    ``"|"`` keeps as the first part says that keeps; ``"&"`` what all keep, offloaded if one says
-    so; ``"~"`` what the part does not; ``"offload"`` in host memory what it does.
+    - ``"|"`` saves what either part saves, as the first part that saves it says.
+    - ``"&"`` saves what both parts save, in host memory if one of them says so.
+    - ``"~"`` saves what its part does not save.
+    - ``"offload"`` saves in host memory what its part saves.
     """
 
     rule: Literal["|", "&", "~", "offload"]
@@ -100,18 +106,21 @@ class Combined(Policy):
         traits = {"reads_names": any, "reads_operations": any, "known_to_torch": all}
         for trait, rule in traits.items():
             vars(self)[trait] = rule(getattr(part, trait) for part in self.parts)
-        vars(self)["reads_operations"] |= self.rule == "~"  # what it keeps may have no name
+        vars(self)["reads_operations"] |= self.rule == "~"  # it may save values without a name
 
     def decide(self, value: Value) -> Decision:
-        """All are asked, always: an answer about an operation can't be had later."""
-        said = [part.decide(value) for part in self.parts]
+        """Combine the decisions of the parts.
+
+        Every part is asked every time, since it can't decide about an operation later.
+        """
+        decisions = [part.decide(value) for part in self.parts]
         if self.rule == "|":
-            return said[0] or said[1]
+            return decisions[0] or decisions[1]
         if self.rule == "&":
-            return max(said) if all(said) else Decision.RECOMPUTE
+            return max(decisions) if all(decisions) else Decision.RECOMPUTE
         if self.rule == "~":
-            return Decision(not said[0])
-        return Decision.OFFLOAD if said[0] else Decision.RECOMPUTE
+            return Decision(not decisions[0])
+        return Decision.OFFLOAD if decisions[0] else Decision.RECOMPUTE
 
     def __repr__(self) -> str:
         looser = {"&": "|", "~": "|&"}.get(self.rule, "")
@@ -123,12 +132,12 @@ class Combined(Policy):
 
 @dataclass(frozen=True)
 class Everything(Policy):
-    """Every value, or none."""
+    """Saves every value, or no value."""
 
     saved: bool
 
     def decide(self, value: Value) -> Decision:
-        """Always the same."""
+        """The same decision for every value."""
         return Decision(self.saved)
 
     def __repr__(self) -> str:
@@ -137,7 +146,7 @@ class Everything(Policy):
 
 @dataclass(frozen=True)
 class Names(Policy):
-    """Values with one of these names, or with any of the ``others``."""
+    """Saves values with one of these names; with ``others``, values with any other name."""
 
     names: frozenset[str]
     others: bool = False
@@ -147,7 +156,7 @@ class Names(Policy):
     known_to_torch = False
 
     def decide(self, value: Value) -> Decision:
-        """By the names it has."""
+        """Decide by the names of the value."""
         found = value.names - self.names if self.others else value.names & self.names
         return Decision(bool(found))
 
@@ -158,9 +167,9 @@ class Names(Policy):
 
 @dataclass(frozen=True)
 class OfOperation(Policy):
-    """What ``function(value, option)`` says of an operation.
+    """Decides by ``function(value, option)``, which looks at the operation.
 
-    It is asked once, when the operation has run. ``NOTE [names and operations]``.
+    The function is called once, when the operation has run. ``NOTE [names and operations]``.
     """
 
     name: str
@@ -169,7 +178,7 @@ class OfOperation(Policy):
     known_to_torch: bool = True
 
     def decide(self, value: Value) -> Decision:
-        """Ask, or remember what was said."""
+        """Call the function, or return its earlier decision."""
         if id(self) not in value.memo and value.func is not None:
             value.memo[id(self)] = Decision(self.function(value, self.option))
         return value.memo.get(id(self), Decision.RECOMPUTE)
@@ -179,7 +188,7 @@ class OfOperation(Policy):
 
 
 def _names_in(policy: Policy) -> tuple[frozenset[str], frozenset[str]]:
-    """All names that a policy lists, and those of them by which it keeps a value."""
+    """All names that a policy lists, and those among them by which it saves a value."""
     if isinstance(policy, Names):
         return policy.names, frozenset() if policy.others else policy.names
     if not isinstance(policy, Combined):
@@ -190,26 +199,26 @@ def _names_in(policy: Policy) -> tuple[frozenset[str], frozenset[str]]:
     return listed, frozenset() if policy.rule == "~" else wanted
 
 
-_warned: set[tuple[Policy, frozenset[str]]] = set()  # policies, and the names that they do not list
+_warned: set[tuple[Policy, frozenset[str]]] = set()  # a policy, and names that it does not list
 
 
 def warn_of_unlisted_names(policy: Policy, names: frozenset[str], title: str) -> None:
-    """Warn once if a region's values have ``names``, and its policy lists none of these.
+    """Warn once if values of a region have ``names``, and its policy lists none of these names.
 
-    The policy may list some name of another region, but it is more likely that one is misspelled,
-    and then the region silently recomputes what it was meant to keep.
+    The policy may list a name of another region. But more likely a name is misspelled, and the
+    region recomputes values that it was meant to save.
     """
     listed, wanted = _names_in(policy)
     if not wanted or listed & names or (policy, names) in _warned:
         return
     _warned.add((policy, names))
-    given = ", ".join(map(repr, sorted(names)))
+    found = ", ".join(map(repr, sorted(names)))
     near = [n for name in sorted(wanted) for n in difflib.get_close_matches(name, names, 1)]
     hint = f" Did you mean {near[0]!r}?" if near else ""
     file, line, _ = line_of(where())
     warnings.warn_explicit(
-        f"remat: in {title}, checkpoint_name gives the names {given}. None of them is in the "
-        f"policy {policy!r}, which therefore keeps no value by its name.{hint}",
+        f"remat: in {title}, checkpoint_name gives the names {found}. None of them is in the "
+        f"policy {policy!r}, which therefore saves no value by its name.{hint}",
         RuntimeWarning,
         file,
         line,
@@ -222,7 +231,7 @@ def is_dot(value: Value, batch_dims: bool) -> bool:
 
 
 def is_of_size(value: Value, bounds: tuple[float, float]) -> bool:
-    """Whether the results have at least, and less than, so many bytes together."""
+    """Whether the bytes of the results are at least the first bound, and less than the second."""
     nbytes = sum(t.numel() * t.element_size() for t in tree.partition(value.out)[0])
     return bounds[0] <= nbytes < bounds[1]
 
@@ -231,38 +240,43 @@ def _is_listed(value: Value, names: frozenset[str]) -> bool:
     return not names.isdisjoint((str(value.func), str(getattr(value.func, "overloadpacket", ""))))
 
 
-def _said(value: Value, policy: Callable[..., Any]) -> Decision | bool:
-    """What a policy function says, as torch's selective checkpoint asks it."""
+def _by_function(value: Value, policy: Callable[..., Any]) -> Decision | bool:
+    """Call a policy function of the user, as torch's selective checkpoint calls it."""
     context = SimpleNamespace(is_recompute=False, op_output=value.out)
-    said = policy(context, value.func, *value.args, **value.kwargs)
-    if isinstance(said, CheckpointPolicy):
-        return Decision.OFFLOAD if "OFFLOAD" in said.name else "SAVE" in said.name
-    if isinstance(said, bool):
-        return said
-    raise TypeError(f"it returned {said!r}; expected a bool or a CheckpointPolicy of torch's")
+    answer = policy(context, value.func, *value.args, **value.kwargs)
+    if isinstance(answer, CheckpointPolicy):
+        return Decision.OFFLOAD if "OFFLOAD" in answer.name else "SAVE" in answer.name
+    if isinstance(answer, bool):
+        return answer
+    raise TypeError(
+        f"it returned {answer!r}; expected a bool or a torch.utils.checkpoint.CheckpointPolicy"
+    )
 
 
 def save_these_operators(*operators: Any) -> Policy:
-    """Results of these ATen operators: overloads (``torch.ops.aten.mm.default``) or packets.
+    """Save the results of these ATen operators.
+
+    Args:
+        *operators: overloads (``torch.ops.aten.mm.default``) or packets (``torch.ops.aten.mm``).
 
     Raises:
-        TypeError: something is no operator.
+        TypeError: an argument is not an ATen operator.
     """
     for op in operators:
         if not isinstance(op, (_torch.OpOverload, _torch.OpOverloadPacket)):
             raise TypeError(
-                f"remat: a policy lists {op!r}, which is no ATen operator. Expected overloads such "
-                "as torch.ops.aten.mm.default, or packets such as torch.ops.aten.mm."
+                f"remat: a policy lists {op!r}, which is not an ATen operator. Expected overloads "
+                "such as torch.ops.aten.mm.default, or packets such as torch.ops.aten.mm."
             )
     names = frozenset(map(str, operators))
     return OfOperation(f"save_these_operators({', '.join(sorted(names))})", _is_listed, names)
 
 
 def as_policy(policy: Any) -> Policy:
-    """What users may give for a policy, as one.
+    """Convert a value that users may pass for ``policy=`` to a `Policy`.
 
     Raises:
-        TypeError: it is nothing known.
+        TypeError: it can't be converted.
     """
     if policy is None or isinstance(policy, Policy):
         return policy or Everything(False)
@@ -271,32 +285,41 @@ def as_policy(policy: Any) -> Policy:
     module = str(getattr(policy, "__module__", ""))
     if module == "functx.checkpoint_policies":
         name = policy.__name__
-        raise TypeError(f"remat: policy={name} makes a policy: call it, policy={name}(...).")
+        raise TypeError(
+            f"remat: {name} is a function that returns a policy. Call it: policy={name}(...)."
+        )
     if module.split(".")[0] == "jax":
-        said = f"remat: {policy!r} is a policy of jax.checkpoint. Take the one of the same name"
-        raise TypeError(f"{said} from functx.checkpoint_policies.")
+        raise TypeError(
+            f"remat: {policy!r} is a policy of jax.checkpoint. Use the one of the same name from "
+            "functx.checkpoint_policies."
+        )
     if callable(policy) and not isinstance(policy, type):
         name = getattr(policy, "__qualname__", None) or repr(policy)
-        return OfOperation(name, _said, policy)
+        return OfOperation(name, _by_function, policy)
     names = sys.modules["functx.checkpoint_policies"].__all__
     near = difflib.get_close_matches(str(policy), names, 1)
     hint = f" Did you mean functx.checkpoint_policies.{near[0]}?" if near else ""
-    said = f"remat: unknown policy {policy!r}.{hint} Expected one of functx.checkpoint_policies, a"
-    raise TypeError(f"{said} list of ATen operators, or a function p(ctx, op, *args, **kwargs).")
+    raise TypeError(
+        f"remat: unknown policy {policy!r}.{hint} Expected one of functx.checkpoint_policies, a "
+        "list of ATen operators, or a function p(ctx, op, *args, **kwargs)."
+    )
 
 
 def as_contexts(policy: Policy | None) -> Any:
-    """A ``context_fn`` that gives a policy to torch's checkpoint, in code that is compiled.
+    """A ``context_fn`` that passes a policy to torch's checkpoint, for compiled code.
 
-    ``None`` if it asks for what that does not know: names, before torch 2.13 outputs of operations.
+    ``None`` if the policy reads something that torch's checkpoint does not pass on: names, or
+    (before torch 2.13) the outputs of operations.
     """
     if policy is None or not policy.known_to_torch:
         return compiler.same_numbers if policy is None else None
-    return functools.partial(compiler.same_numbers, functools.partial(_say, policy))
+    return functools.partial(compiler.same_numbers, functools.partial(_as_function, policy))
 
 
-def _say(policy: Policy, context: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """A policy as a function that torch's checkpoint asks."""
-    said = policy.decide(Value(op, args, kwargs, getattr(context, "op_output", None)))
+def _as_function(
+    policy: Policy, context: Any, op: Any, /, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """A policy in the form of a policy function of torch's selective checkpoint."""
+    decision = policy.decide(Value(op, args, kwargs, getattr(context, "op_output", None)))
     names = {Decision.OFFLOAD: "MUST_CPU_OFFLOAD", Decision.SAVE: "MUST_SAVE"}
-    return CheckpointPolicy[names.get(said, "PREFER_RECOMPUTE")]
+    return CheckpointPolicy[names.get(decision, "PREFER_RECOMPUTE")]

@@ -1,8 +1,8 @@
-"""Private torch API, in one place; each name with the reason that no public one serves.
+"""Private torch API in one place, each name with the reason why no public name serves.
 
-``tests/repo/test_canary.py`` asserts that each still means what it is used for, so that a torch
-release which moves one fails there, by name. What is about ``torch.compile`` and
-``torch.utils.checkpoint`` is in `compiler`; what is about traced graphs, in `graphs`.
+``tests/repo/test_canary.py`` asserts that each name still does what functx uses it for, so a torch
+release that changes one fails there, by name. The private API of ``torch.compile`` and
+``torch.utils.checkpoint`` is in `compiler`, and that of traced graphs in `graphs`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _C: Any = torch._C
 _F: Any = _functorch
 _A: Any = torch._C._autograd
 
-# -- modes: pushed and popped one by one, so that an interrupt between two is undone by depth
+# -- modes: a region pushes and pops them itself and compares depths, so that it can restore the
+# stack after an interrupt
 push_function_mode = _C._push_on_torch_function_stack
 pop_function_mode = _C._pop_torch_function_stack
 function_depth = _C._len_torch_function_stack
@@ -46,8 +47,8 @@ without_dispatch_modes = _python_dispatch._disable_current_modes
 PROXY, FAKE = _C._TorchDispatchModeKey.PROXY, _C._TorchDispatchModeKey.FAKE
 FUNCTIONAL = _C._TorchDispatchModeKey.FUNCTIONAL
 TorchDispatchMode = _python_dispatch.TorchDispatchMode  # sees what runs below all transforms
-# Dispatch modes are wrapped, at a cost for each operation, to be invisible to torch.compile, unless
-# this says that they need not be.
+# torch wraps dispatch modes to hide them from torch.compile, at a cost for each operation. A mode
+# with this as `_should_skip_dynamo` is not wrapped.
 never_skip_dynamo = classmethod(lambda cls: False)
 
 # -- the functorch stack: no public way to see it, or to enter a level without running a function
@@ -64,8 +65,8 @@ enter_grad, leave_grad = _F._grad_increment_nesting, _F._grad_decrement_nesting
 enter_vmap, leave_vmap = _F._vmap_increment_nesting, _F._vmap_decrement_nesting
 enter_functionalize, leave_functionalize = _F._func_increment_nesting, _F._func_decrement_nesting
 grad_level = _eager_transforms.grad_increment_nesting  # as a context
-# torch refuses `requires_grad_()` inside a transform unless the thread has set this flag.
-# Entering a level keeps it. Each backward pass clears it, also for the code after the pass.
+# torch refuses `requires_grad_()` inside a transform unless the thread has set this flag. Entering
+# a level does not change it. Every backward pass clears it, also for the code after the pass.
 requires_grad_is_allowed = _F.get_inplace_requires_grad_allowed
 allow_requires_grad = _F.set_inplace_requires_grad_allowed
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
@@ -97,7 +98,7 @@ class RequiresGradAllowed:
         allow_requires_grad(True)
 
     def __exit__(self, *raised: object) -> None:
-        if self._before is not None:  # (after an interrupt it may be called again)
+        if self._before is not None:  # after an interrupt, this may be called a second time
             allow_requires_grad(self._before)
             self._before = None
 
@@ -105,11 +106,11 @@ class RequiresGradAllowed:
 class SingleLevelFunction(_SingleLevelFunction):
     """A Function that makes one node, at one level, without functorch's per-call class."""
 
-    apply: Any  # torch's, in C
+    apply: Any  # implemented in C
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> tuple[int]:
-        """What compiled autograd knows nodes of this kind by; only ``Function`` itself has it."""
+        """The key of this kind of node in compiled autograd; only ``Function`` defines it."""
         return (ctx._autograd_function_id,)
 
 
@@ -126,9 +127,10 @@ def wrap_node_hooks(function: Any, wrap: Callable[[Any, Any], Any]) -> None:
 
 
 def hang_on(t: torch.Tensor, register: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``register(t, hook)``, for a hook that was meant for a tensor that stands in for ``t``.
+    """``register(t, hook)``, for a hook that user code registered on a stand-in for ``t``.
 
-    A hook of ``register_multi_grad_hook`` waits for the nodes of its tensors, which it has noted.
+    A hook of ``register_multi_grad_hook`` waits for a list of nodes. The node of the stand-in in
+    that list is replaced by the node of ``t``.
     """
     hook: Any = args[0] if args else kwargs.get("hook")
     code = getattr(hook, "__code__", None)
@@ -145,7 +147,7 @@ def apply_at_level(apply: Any, *args: Any) -> Any:
     """Make a node of a single-level Function, by its ``apply``."""
     if peek_interpreter() is None:
         return apply(*args)
-    # (What torch's context `enable_single_level_autograd_function` does, which takes longer.)
+    # The same as torch's context `enable_single_level_autograd_function`, but faster.
     before = _F.get_single_level_autograd_function_allowed()
     _F.set_single_level_autograd_function_allowed(True)
     try:
@@ -158,9 +160,10 @@ _classes = torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER
 
 
 def function_classes() -> str:
-    """Changes with each custom Function applied at a level: torch makes a class, and counts it.
+    """A string that changes whenever a custom Function is applied inside a transform.
 
-    It is the text of the counter, ``count(7)``: ``next`` would change it.
+    torch makes a class for each such call and counts them. The string is the ``repr`` of that
+    counter, ``count(7)``, since ``next`` would advance it.
     """
     return repr(_classes)
 
@@ -173,9 +176,9 @@ next_sequence_number = torch.autograd._get_sequence_nr  # nodes are numbered as 
 sequence_number = operator.methodcaller("_sequence_nr")
 current_node = _C._current_autograd_node  # that the engine is running on this thread
 current_backward = _C._current_graph_task_id  # the backward under way; -1 outside
-will_run = _C._will_engine_execute_node  # whether the backward under way comes by a node
+will_run = _C._will_engine_execute_node  # whether the current backward pass will run a node
 set_grad_enabled = _C._set_grad_enabled
-# ... hooks of whoever runs around a region: they are for what is kept, which the node saves
+# ... and saved-tensor hooks of user code: regions apply them to the tensors that they save
 top_saved_tensor_hooks = _A._top_saved_tensors_default_hooks
 push_saved_tensor_hooks = _A._push_saved_tensors_default_hooks
 pop_saved_tensor_hooks = _A._pop_saved_tensors_default_hooks
@@ -186,32 +189,33 @@ key_included = _C._dispatch_tls_is_dispatch_key_included
 AUTOGRAD = _C.DispatchKey.AutogradOther
 FUNCTORCH_FRONT = _C.DispatchKey.FuncTorchDynamicLayerFrontMode
 
-# -- memory: who holds a storage, exactly, and its address, which is no other's while it lives
+# -- memory: how many references a storage has, and its address, unique as long as it lives
 storage_use_count = _C._storage_Use_Count
 storage_address = _C._storage_address
-make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # a tensor without memory of its own
-is_zero_without_memory = torch.Tensor._is_zerotensor  # of forward mode
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # a tensor without storage
+is_zero_without_memory = torch.Tensor._is_zerotensor  # zero tangents of forward mode
 is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 
-# -- operators and modules: what lists of them may hold, and what has only private base classes
+# -- operators and modules whose base classes are private
 OpOverload, OpOverloadPacket = torch._ops.OpOverload, torch._ops.OpOverloadPacket
-# Schemas that do not say what they write: running means and variances, in training.
+# Operators whose schema does not name all that they write: in training, the running statistics.
 HIDDEN_WRITES = {
     getattr(torch.ops.aten, f"{name}batch_norm").default
     for name in ("native_", "cudnn_", "miopen_")
 }
-# What ``Module.to()`` and the like ask before they set a parameter that they have converted: all
-# that is shown of a conversion on fake tensors.
+# ``Module.to()`` and the like call this before they set a converted parameter. With fake tensors it
+# is the only call that shows that a module is being converted.
 ASKED_BY_CONVERSIONS = torch._has_compatible_shallow_copy_type
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm  # lazy, synchronised and of any rank
 
-# -- fake tensors, on which a budgeted function is run; and how they say that values are needed
+# -- fake tensors, on which a function with a budget runs, and their errors where a value is needed
 FakeTensor, FakeTensorMode = _fake_tensor.FakeTensor, _fake_tensor.FakeTensorMode
-FunctionalTensor = _functional_tensor.FunctionalTensor  # in a trace without writes
-# What such tensors dispatch where others only look: sizes, devices.
+FunctionalTensor = _functional_tensor.FunctionalTensor  # in traces that remove writes
+# A FunctionalTensor dispatches an operator even for a query of its size or device. These are the
+# operators.
 LOOKS = {*FunctionalTensor.metadata_fns, torch.ops.prim.device.default}
-# Asked of wrappers in a trace with symbols, by kernels that know none: a tracer would keep what it
-# is asked of as a constant.
+# In a trace with symbolic sizes, some kernels ask a wrapper for its size by this operator. functx
+# answers with numbers, since the tracer would record the wrapper as a constant.
 ANSWERS: Any = {torch.ops.aten.size.default: lambda t: [int(n) for n in t.shape]}
 DataDependentOutputException = _fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = _fake_tensor.DynamicOutputShapeException
@@ -219,16 +223,16 @@ DynamicOutputShapeException = _fake_tensor.DynamicOutputShapeException
 
 @functools.cache
 def attributes_of_fakes() -> frozenset[str]:
-    """The attributes that torch itself gives to a fake tensor."""
+    """The names of the attributes that torch itself sets on a fake tensor."""
     fake = FakeTensorMode().from_tensor(torch.empty(0))
     return frozenset({*vars(fake), "_is_param", "_is_buffer"})
 
 
-# -- autocast, of which the public context keeps a depth that an interrupt would leave behind
+# -- autocast: the public context counts its depth, and an interrupt would leave the count wrong
 any_autocast = _C._is_any_autocast_enabled
-without_autocast = _C._DisableAutocast  # of all devices; the public context is for one
+without_autocast = _C._DisableAutocast  # for all devices; the public context is for one
 
-# -- tracing: graphs inside of graphs, and values that stand for what a node gives
+# -- tracing: graphs inside graphs, and tensors that represent the result of a node
 unset_mode = _C._unset_dispatch_mode
 without_proxies = _proxy_tensor.disable_proxy_modes_tracing
 
@@ -239,18 +243,18 @@ def proxy_mode() -> Any:
 
 
 def trace_subgraph(f: Any, *args: torch.Tensor) -> torch.fx.GraphModule:
-    """A graph of ``f`` of its own, made with the settings of the trace under way."""
+    """A separate graph of ``f``, traced with the settings of the current trace."""
     tracer: Any = _proxy_tensor._CURRENT_MAKE_FX_TRACER
     return tracer.trace_subgraph(f, *args)
 
 
 def track_proxies(values: Any, proxy: Any, tracer: Any) -> Any:
-    """``values``, which are now what ``proxy`` stands for in the graph."""
+    """Record in the graph that ``values`` are the results of ``proxy``; returns ``values``."""
     return _proxy_tensor.track_tensor_tree(values, proxy, constant=None, tracer=tracer)
 
 
 def tracing() -> bool:
-    """Whether operations are traced or run on fake tensors: nothing has memory then."""
+    """Whether operations are traced or run on fake tensors, so that tensors have no memory."""
     if not dispatch_depth():
         return False
     return any(infra_mode(key) is not None for key in (PROXY, FAKE, FUNCTIONAL))
@@ -262,7 +266,7 @@ def transforming() -> bool:
 
 
 def alive(t: Any) -> Any:
-    """The value inside of wrappers whose levels have ended, of a tensor; all else as it is."""
+    """Remove the wrappers whose levels have ended from a tensor; returns other values unchanged."""
     while isinstance(t, torch.Tensor) and (value := unwrap_if_dead(t)) is not t:
         t = value
     return t
@@ -277,17 +281,17 @@ def require_grad(t: torch.Tensor) -> torch.Tensor:
 
 
 def sparse_coo_parts(t: torch.Tensor) -> list[torch.Tensor]:
-    """Indices and values of a COO tensor, coalesced or not; the public ones refuse the latter."""
+    """Indices and values of a COO tensor; the public methods require it to be coalesced."""
     return [t._indices(), t._values()]
 
 
 def parametrizations_are_cached() -> bool:
-    """Whether ``torch.nn.utils.parametrize.cached()`` is active; the public API can't be asked."""
+    """Whether ``torch.nn.utils.parametrize.cached()`` is active; no public function says."""
     return _parametrize._cache_enabled > 0
 
 
 def storage_of(t: torch.Tensor) -> int:
-    """What a tensor's memory is known by while it lives; -1 for what has none, a sparse one say."""
+    """The address of a tensor's storage object; -1 if it has no storage, like a sparse tensor."""
     try:
         return storage_address(t.elem if type(t) is FunctionalTensor else t)
     except (RuntimeError, NotImplementedError):
@@ -295,32 +299,33 @@ def storage_of(t: torch.Tensor) -> int:
 
 
 def memory_of(t: torch.Tensor) -> torch.UntypedStorage:
-    """The storage that `storage_of` knows."""
+    """The storage whose address `storage_of` returns."""
     return (t.elem if type(t) is FunctionalTensor else t).untyped_storage()
 
 
 def is_dense(t: Any) -> bool:
-    """Whether it is a strided tensor of no subclass but those that traces use."""
+    """Whether ``t`` is a strided tensor, of ``torch.Tensor`` itself or a class that traces use."""
     return type(t) in (torch.Tensor, FakeTensor, FunctionalTensor) and t.layout is torch.strided
 
 
-OUTLIVED = torch.__version__ < "2.13"  # whether a custom Function's node dies before its object
+# Whether the C++ node of a custom Function may be freed while its Python object is in use.
+OUTLIVED = torch.__version__ < "2.13"
 
 
 def gradient_edge(t: torch.Tensor) -> Any:
-    """Where the tape of ``t`` begins; ``t`` itself where it is a leaf."""
+    """The gradient edge of ``t``, or ``t`` itself if it is a leaf."""
     if t.grad_fn is None or (OUTLIVED and t.layout is not torch.strided):
         return t
     owner = None
     if OUTLIVED and isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction):
         with without_function_modes(), without_dispatch_modes(), torch.enable_grad():
-            owner = t.view_as(t).grad_fn  # a node below which the other one lives
-    # (`tuple.__new__` is what the class would call.)
+            owner = t.view_as(t).grad_fn  # this node keeps the other one alive
+    # `tuple.__new__` is what the constructor of the class calls; this is faster.
     return tuple.__new__(GradientEdge, (t.grad_fn, t.output_nr, owner))
 
 
 def detached_below_autograd(t: torch.Tensor) -> torch.Tensor:
-    """In a dispatch mode, a tensor of the same memory that counts its writes with ``t``."""
+    """In a dispatch mode, detach ``t`` so that both share a version counter."""
     with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):
         return t.detach()
 
@@ -336,10 +341,10 @@ def jvp_nesting() -> int:
 
 
 def stacks() -> tuple[int, int, int, bool, bool, int, int]:
-    """How deep torch's stacks are, and its modes.
+    """The depths of torch's stacks, and its modes.
 
-    These are the modes of functions and of operators, functorch's levels, grad mode, forward mode,
-    and the levels of duals and of jvp.
+    In order: the number of function modes, of dispatch modes and of functorch levels; whether grad
+    mode and forward mode are enabled; the dual level, and the number of jvp levels.
     """
     return (
         *(function_depth(), dispatch_depth(), functorch_depth()),
@@ -355,7 +360,7 @@ def close_jvp_levels(duals: int, nesting: int) -> None:
     _eager_transforms.JVP_NESTING = nesting
 
 
-# -- what torch computes with: flags of the process whose public getters warn, raise or are slow
+# -- settings of the process that change results; their public getters warn, raise or are slow
 def _deterministic() -> tuple[bool, bool]:
     return _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()
 
@@ -363,7 +368,7 @@ def _deterministic() -> tuple[bool, bool]:
 def _precision() -> Any:
     try:
         return _C._get_float32_matmul_precision()
-    except RuntimeError:  # torch's newer API has set it by backend
+    except RuntimeError:  # it was set for each backend, by the newer API
         return {b: _C._get_fp32_precision_getter(b, "matmul") for b in ("cuda", "mkldnn")}
 
 
@@ -387,12 +392,12 @@ FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 ]
 
 
-# What else kernels are chosen by: a graph is for what these say.
+# Further settings by which torch chooses kernels. A graph is valid for one combination of them.
 BACKENDS: list[Callable[[], Any]] = [
     *(_C._get_mkldnn_enabled, _C._get_cudnn_enabled, _C._get_cudnn_benchmark),
     *(_C._get_cudnn_deterministic, _C._get_nnpack_enabled, torch.is_anomaly_enabled),
 ]
-# For a quick look at whether any of `FLAGS` has changed.
+# The getters of `FLAGS`, one value each: a fast check of whether any flag has changed.
 QUICK: list[Callable[[], Any]] = [
     *(torch.get_default_dtype, _C._get_flash_sdp_enabled, _C._get_mem_efficient_sdp_enabled),
     *(_C._get_math_sdp_enabled, _C._get_cudnn_sdp_enabled, _C._get_sdp_priority_order),
@@ -401,8 +406,8 @@ QUICK: list[Callable[[], Any]] = [
 
 
 def flags_now() -> tuple[Any, ...]:
-    """What each of `FLAGS` is now."""
-    # (Written out: regions read this at each call and each replay.)
+    """The current value of each of `FLAGS`."""
+    # Written out because regions read the flags at each call and each replay.
     try:
         precision = _C._get_float32_matmul_precision()
     except RuntimeError:

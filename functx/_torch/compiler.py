@@ -20,11 +20,11 @@ _eval_frame = torch._C._dynamo.eval_frame
 _profiler: Any = torch._C._profiler
 F = TypeVar("F", bound=Callable[..., Any])
 # Checks all tensors of a call in one pass of C++: class, dispatch keys (conjugation, inference
-# mode), requires_grad, dtype, device, sizes, strides, and that none is given twice.
+# mode), requires_grad, dtype, device, sizes, strides, and that no tensor occurs twice.
 TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 _distribution: Any = torch.distributions.Distribution
 _of_modules: Any = torch.nn.modules.module
-HOOKS_OF_ALL_MODULES: list[Any] = [  # dicts, which the functions that register hooks fill
+HOOKS_OF_ALL_MODULES: list[Any] = [  # the dicts in which torch registers global module hooks
     *(_of_modules._global_forward_hooks, _of_modules._global_forward_pre_hooks),
     *(_of_modules._global_backward_hooks, _of_modules._global_backward_pre_hooks),
     *(
@@ -41,7 +41,7 @@ def never_compiled(f: F, reason: str) -> F:
     seconds, and wraps ``f``.
     """
     skip = _eval_frame._FrameAction.SKIP
-    strategy = _eval_frame._FrameExecStrategy(skip, skip)  # this frame, and those that it calls
+    strategy = _eval_frame._FrameExecStrategy(skip, skip)  # for this frame and those it calls
     _eval_frame.set_code_exec_strategy(f.__code__, strategy)
     f._torchdynamo_disable = True  # type: ignore[attr-defined]
     f._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
@@ -49,7 +49,7 @@ def never_compiled(f: F, reason: str) -> F:
 
 
 def exporting() -> bool:
-    """Whether ``torch.jit.trace`` or ``torch.export`` runs this; the public ways take longer."""
+    """Whether ``torch.jit.trace`` or ``torch.export`` runs this; faster than the public API."""
     return bool(torch._C._is_tracing()) or torch.compiler._is_exporting_flag
 
 
@@ -65,41 +65,49 @@ def traced_stack() -> Any:
 
 
 def load() -> Any:
-    """Load the compiler, as torch does in the first call that it is to hide from the compiler.
+    """Import the compiler, which torch does in the first call that it hides from the compiler.
 
-    That leaves frames behind in reference cycles, with all that they refer to; not of anybody whose
-    memory is being measured, if it happens here.
+    The import leaves frames in reference cycles, with all their variables. Calling this before a
+    measurement keeps frames of the measured program, and their tensors, out of those cycles.
     """
     return importlib.import_module("torch._dynamo")
 
 
 def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any]) -> Any:
-    """What runs a graph, compiled with these options and torch's own for the rest.
+    """Compile a graph with Inductor, and return a function that takes a list of its arguments.
 
-    `torch.compile` would trace the graph again, and guard it at each call. Loops are fused within
-    a stage of the graph, which nodes have noted (NOTE [stages] of `functx._compile.backends`).
+    `torch.compile` would trace the graph again, and check guards at each call. Loops are fused by
+    the stages that the nodes are marked with (NOTE [stages] of `functx._compile.backends`).
+
+    Args:
+        module: the graph.
+        examples: tensors like the arguments.
+        options: settings of Inductor; all others keep their values.
     """
     choices: Any = importlib.import_module("torch._inductor.choices").InductorChoices
 
     class Choices(choices):
-        def uuid(self) -> Any:  # of what is kept on disk
+        def uuid(self) -> Any:  # a part of the key of Inductor's cache on disk
             return "functx", 3
 
         @staticmethod
         def can_fuse(scheduler: Any, one: Any, other: Any, shared: int) -> bool:
-            # On a CPU loops would be collected, and what they write allocated, until one is run.
+            # The CPU backend collects loops before it runs them, and allocates their outputs
+            # early. This makes it run each loop at once.
             scheduler.get_backend(one.get_device()).ready_to_flush = lambda: True
             return _fit(one, other) and bool(choices.can_fuse(scheduler, one, other, shared))
 
-    Choices.__qualname__ = "Choices"  # before torch 2.13 it is pickled to name what is on disk
+    # Before torch 2.13 the class is pickled into the key of the cache, so it needs a global name.
+    Choices.__qualname__ = "Choices"
     globals()["Choices"] = Choices
     options = {"inductor_choices_class": Choices, **options}
     stages = str([n.meta.get("custom", {}).get(STAGE) for n in module.graph.nodes])
     settings: Any = torch.compiler.config
-    with settings.patch(cache_key_tag=stages):  # the graph alone does not tell them
+    # Inductor's cache key does not include the metadata of nodes, so the stages are added to it.
+    with settings.patch(cache_key_tag=stages):
         run = importlib.import_module("torch._inductor").compile(module, examples, options=options)
-    # It takes arguments, which live as long as it runs; inside of it is what takes a list, and
-    # empties it.
+    # The outermost function takes separate arguments, which stay alive while it runs. The innermost
+    # one takes a list and empties it, so that arguments can be freed early.
     while getattr(run, "__name__", "") == "forward":
         run = run.__wrapped__
     return run
@@ -109,14 +117,18 @@ STAGE = "functx_stage"
 
 
 def _stages(scheduled: Any) -> set[tuple[int, bool]]:
-    """The stages of what a loop computes, and whether each is of a forward."""
+    """The stages of the nodes that a loop computes; each with whether it is in a forward pass."""
     of = [n.node.get_origins() for n in scheduled.get_nodes() if n.node is not None]
     found = {origin.meta.get("custom", {}).get(STAGE) for origins in of for origin in origins}
     return found - {None}
 
 
 def _fit(one: Any, other: Any) -> bool:
-    """Whether loops may be fused: of one stage, or read by the next one, if not of a forward."""
+    """Whether two loops may be fused.
+
+    Loops are fused within one stage. If the second loop reads the first, they are also fused across
+    two consecutive stages, unless the first belongs to a forward pass.
+    """
     before, after = _stages(one), _stages(other)
     reads = one.get_operation_names() & other.ancestors
     if before and after and (not reads or min(before)[1]):
@@ -126,9 +138,9 @@ def _fit(one: Any, other: Any) -> bool:
 
 
 def begin_allocations() -> None:
-    """Record what this thread asks of the CPU's allocator; no public name tells it in order.
+    """Start recording this thread's CPU allocations; no public API reports them in order.
 
-    This is torch's first profiler, which starts no tracing library, and keeps but numbers.
+    This uses torch's legacy profiler, which starts no tracing library and records numbers only.
     """
     none = _profiler._ExperimentalConfig()
     cpu = _profiler.ProfilerState.CPU
@@ -137,7 +149,7 @@ def begin_allocations() -> None:
 
 
 def end_allocations() -> list[int]:
-    """Bytes that were handed out since (given back, if negative), in their order."""
+    """Stop recording; returns the bytes of each allocation in order, negative for a release."""
     threads: Any = torch._C._autograd._disable_profiler_legacy()
     events = [event for thread in threads for event in thread if event.kind() == "memory_alloc"]
     return [event.cpu_memory_usage() for event in events]
@@ -145,7 +157,7 @@ def end_allocations() -> list[int]:
 
 def in_plain_graph() -> bool:
     """Whether ``torch.compile`` is tracing this, and no transform is active there."""
-    # (It understands this question about the stack; `is None` it answers wrongly.)
+    # Dynamo evaluates this isinstance check correctly, but gets `is None` wrong here.
     return torch.compiler.is_dynamo_compiling() and not isinstance(
         torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter
     )
@@ -153,10 +165,10 @@ def in_plain_graph() -> bool:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """``torch.compiler.is_compiling()`` says so, as while ``torch.export`` traces.
+    """A context in which ``torch.compiler.is_compiling()`` is true, as under ``torch.export``.
 
-    Distributions do not check their arguments, which reads values; torch's compiler sees to that
-    for good, when it is loaded.
+    It also disables the argument checks of distributions, because they read values. (torch's
+    compiler disables them permanently when it is imported.)
     """
     before = torch.compiler._is_compiling_flag
     validates = _distribution._validate_args
@@ -170,23 +182,30 @@ def compiling() -> Iterator[None]:
 
 
 def without_compiled_autograd() -> Any:
-    """Backward passes as they are: transforms of torch.func have theirs so, too."""
+    """A context in which backward passes are not compiled, as inside torch.func's transforms."""
     return torch._dynamo.compiled_autograd._disable()
 
 
 def checkpoint_overrules() -> tuple[bool | None, bool | None]:
-    """What ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` say; or nothing."""
+    """The values that ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` set.
+
+    ``None`` where neither was called.
+    """
     return _checkpoint._enable_checkpoint_early_stop, _checkpoint._checkpoint_debug_enabled
 
 
-# Since torch 2.13 a policy of its selective checkpoint is told what an operation returned.
+# Since torch 2.13, selective checkpoint gives its policy the output of each operation.
 OUTPUTS_KNOWN_TO_TORCH = hasattr(
     _checkpoint.SelectiveCheckpointContext(is_recompute=False), "op_output"
 )
 
 
 class _Redrawn:
-    """A context in which generators draw again what they draw after it has been made."""
+    """A context that replays random numbers.
+
+    Generators start in the state that they had when this object was made, and get back their
+    current state at the end.
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner, self._before = inner, _states()
@@ -212,19 +231,19 @@ def _set_states(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
 
 
 def same_numbers(policy: Any = None) -> tuple[Any, Any]:
-    """Contexts for torch's checkpoint in a graph: a policy, and the same random numbers again.
+    """The two contexts of selective checkpoint, where the recompute draws the same random numbers.
 
     Args:
-        policy: of torch's selective checkpoint; ``None`` for that which keeps nothing.
+        policy: a policy of torch's selective checkpoint; ``None`` to save nothing.
     """
-    asked = policy or (lambda *_, **__: _checkpoint.CheckpointPolicy.PREFER_RECOMPUTE)
-    forward, again = _checkpoint.create_selective_checkpoint_contexts(asked)
-    # AOTAutograd, which traces, asks the policy that there is.
+    policy_function = policy or (lambda *_, **__: _checkpoint.CheckpointPolicy.PREFER_RECOMPUTE)
+    forward, again = _checkpoint.create_selective_checkpoint_contexts(policy_function)
+    # While AOTAutograd traces, only the policy counts: nothing is drawn.
     return forward, again if _torch.tracing() else _Redrawn(again)
 
 
-# The decorator of torch's `checkpoint`, ``torch._disable_dynamo``, runs in each call what the
-# function that it decorates has in this attribute, and fills it itself where it is missing.
+# torch's `checkpoint` is decorated with ``torch._disable_dynamo``. At each call the decorator runs
+# the function in this attribute of the decorated function, and sets the attribute if it is missing.
 _RUNS = "__dynamo_disable"
 _decorator: Any = inspect.unwrap(
     _checkpoint.checkpoint,
@@ -237,10 +256,10 @@ class _BeforeTorch214:
     __call__: Any = None
 
 
-# Since torch 2.14 ``checkpoint(use_reentrant=False)`` is a decorator, and makes objects of this
-# class, which call torch's implementation themselves.
+# Since torch 2.14 ``checkpoint(use_reentrant=False)`` is a decorator. It makes objects of this
+# class, which call torch's implementation directly.
 _Decorated: Any = getattr(_checkpoint, "_CheckpointedFunction", _BeforeTorch214)
-_replaced: list[tuple[Any, Any]] = []  # what torch had in the attribute, and in the class
+_replaced: list[tuple[Any, Any]] = []  # the original attribute, and the class's `__call__`
 
 
 def check_checkpoint() -> None:
@@ -248,16 +267,16 @@ def check_checkpoint() -> None:
     if _checkpoint_body is None:
         raise RuntimeError(
             "functx.patch_checkpoint: torch.utils.checkpoint.checkpoint is "
-            f"{_decorator.__module__}.{_decorator.__qualname__}, which another library has put "
-            f"there before functx was imported, or which is new in torch {torch.__version__}; "
-            "functx can't replace it. Import functx before that library, or use "
+            f"{_decorator.__module__}.{_decorator.__qualname__}, which functx can't replace. "
+            "Either another library patched it before functx was imported, or it changed in torch "
+            f"{torch.__version__}. Import functx before that library, or use "
             "functx.apply_remat(model, ...)."
         )
 
 
 @functools.partial(never_compiled, reason="functx.patch_checkpoint replaces it, in eager")
 def _call_decorated(decorated: Any, *args: Any, **kwargs: Any) -> Any:
-    """As torch calls an object that its `checkpoint` has made of a function, by `checkpoint`."""
+    """Call a function that was decorated by torch's `checkpoint`, by calling `checkpoint`."""
     function = functools.partial(decorated.function, **kwargs) if kwargs else decorated.function
     return _decorator(function, *args, **decorated.checkpoint_kwargs)
 
@@ -265,8 +284,8 @@ def _call_decorated(decorated: Any, *args: Any, **kwargs: Any) -> Any:
 def replace_checkpoint(replacement: Callable[..., Any] | None) -> None:
     """Let each call of ``torch.utils.checkpoint.checkpoint`` run ``replacement``.
 
-    ``None`` lets it run torch's own implementation again. The function itself stays what it is: the
-    compiler recognises it by its identity, and code may hold it under any name.
+    ``None`` lets it run torch's own implementation again. The function object stays the same,
+    because the compiler recognises it by identity, and user code may have imported it by name.
     """
     if replacement is not None:
         _replaced.append((vars(_checkpoint_body).get(_RUNS), _Decorated.__call__))
@@ -274,7 +293,7 @@ def replace_checkpoint(replacement: Callable[..., Any] | None) -> None:
     else:
         runs, calls = _replaced.pop()
     if runs is None:
-        delattr(_checkpoint_body, _RUNS)  # torch fills it in the next call
+        delattr(_checkpoint_body, _RUNS)  # torch sets it again in the next call
     else:
         setattr(_checkpoint_body, _RUNS, runs)
     _Decorated.__call__ = calls
@@ -282,20 +301,20 @@ def replace_checkpoint(replacement: Callable[..., Any] | None) -> None:
 
 @functools.cache
 def own_checkpoint() -> Callable[..., Any]:
-    """The implementation of `checkpoint` that torch runs where nothing replaces it."""
+    """The implementation of `checkpoint` that belongs to torch, also while it is replaced."""
     return torch.compiler.disable(_checkpoint_body)
 
 
 def checkpoint_is_of_a_graph() -> bool:
-    """Whether a call of `checkpoint` is torch's business, as asked by what replaces `checkpoint`.
+    """Whether the replacement of `checkpoint`, which calls this, should leave the call to torch.
 
     While AOTAutograd traces the checkpoint operator of ``torch.compile``, the operator calls
-    ``torch.utils.checkpoint``, and what is traced there tells the partitioner what to recompute.
+    ``torch.utils.checkpoint``, and the trace of that call shows the partitioner what to recompute.
     With ``backend="eager"`` the operator runs untraced, and makes the same call. The graphs of
-    ``torch.export`` and ``torch.jit.trace`` keep nothing of a checkpoint. The exception for all of
-    these is inside gradients of torch.func: torch's implementation would raise there.
+    ``torch.export`` and ``torch.jit.trace`` contain no trace of a checkpoint. Inside gradients of
+    torch.func the answer is always no, because torch's implementation would raise there.
     """
-    caller = sys._getframe(2).f_back  # of the decorator, which has called the replacement
+    caller = sys._getframe(2).f_back  # the caller of the decorator, which called the replacement
     return (
         (caller is not None and caller.f_globals.get("__name__") == "torch._higher_order_ops.wrap")
         or torch.compiler.is_exporting()

@@ -11,11 +11,11 @@ import torch
 
 
 def _module(name: str) -> Any:
-    """A module; the package has functions of the same names."""
+    """Import a module by name, since the package has functions of the same names."""
     return importlib.import_module(f"torch._higher_order_ops.{name}")
 
 
-pytree: Any = importlib.import_module("torch.utils._pytree")  # by which these operators flatten
+pytree: Any = importlib.import_module("torch.utils._pytree")  # these operators flatten with it
 _associative_scan, _flex_attention = _module("associative_scan"), _module("flex_attention")
 cond_op: Any = _module("cond").cond_op
 while_loop_op: Any = _module("while_loop").while_loop_op
@@ -24,13 +24,13 @@ scan_op: Any = _module("scan").scan_op
 associative_scan_op: Any = _associative_scan.associative_scan_op
 flex_attention_op: Any = _flex_attention.flex_attention
 
-# What these operators compute, in plain operations of torch.
+# Implementations of two of these operators in plain torch operations.
 generic_associative_scan: Callable[..., Any] = _associative_scan.generic_associative_scan
 flex_attention: Callable[..., Any] = _flex_attention.sdpa_dense
 
 
 @contextmanager
 def compiler_off() -> Iterator[None]:
-    """Functions that ``torch.compile`` has made run in eager."""
+    """A context in which functions that ``torch.compile`` has compiled run in eager."""
     with torch.compiler.set_stance("force_eager"):
         yield

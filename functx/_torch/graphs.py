@@ -1,7 +1,8 @@
-"""The graph that is being traced by ``make_fx`` or AOTAutograd, while regions run in it.
+"""The graph that ``make_fx`` or AOTAutograd is tracing while regions run in it.
 
-A graph is made of what runs below all transforms. So a region in it is what it runs: its operations
-and, where it is differentiated, those of its replay. Without a trace under way these do nothing.
+A trace sees the operations below all transforms. So a region appears in the graph as its operations
+and, where it is differentiated, those of its replay. The functions here annotate and clean up the
+graph. They do nothing if no trace is running.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch.fx.experimental import proxy_tensor as _proxy_tensor
 from functx import _torch
 from functx._torch import FUNCTIONAL, infra_mode
 
-# What torch says where values are read of a tensor that has none: ``numpy()``, say, or a format.
+# torch's error messages where code reads the values of a tensor that has none, for example by
+# ``numpy()`` or by formatting it.
 _READS = (
     *(".numpy() is not supported for", "tolist() shouldn't be called on", "FakeTensor.__format__"),
     "Cannot access data pointer of Tensor that doesn't have storage",
@@ -26,27 +28,29 @@ _READS = (
 
 
 def reads_values(error: BaseException) -> bool:
-    """Whether a trace has ended where Python, or a shape, needs the value of a tensor."""
-    known = _torch.DataDependentOutputException, _torch.DynamicOutputShapeException
-    if isinstance(error, known) or type(error).__name__ == "GuardOnDataDependentSymNode":
+    """Whether ``error`` means that Python code or a shape needed the value of a traced tensor."""
+    kinds = _torch.DataDependentOutputException, _torch.DynamicOutputShapeException
+    if isinstance(error, kinds) or type(error).__name__ == "GuardOnDataDependentSymNode":
         return True
     return any(text in str(error) for text in _READS)
 
 
 def make(f: Callable[..., Any], *args: torch.Tensor, dynamic: bool) -> torch.fx.GraphModule:
-    """A graph of ``f``, traced on fake tensors; real ones that it reads are constants in it.
+    """Trace ``f`` on fake tensors; real tensors that it reads become constants of the graph.
 
     Args:
-        f: a function of tensors; what it returns is a list of tensors.
-        args: they say shapes, strides, dtypes and devices.
-        dynamic: sizes of ``args`` are symbols; see `holds_for`.
+        f: a function of tensors that returns a list of tensors.
+        args: tensors with the shapes, strides, dtypes and devices to trace for.
+        dynamic: whether the sizes of ``args`` become symbols; see `holds_for`.
     """
 
-    def on_fakes(*given: Any) -> Any:
+    def on_fakes(*args: Any) -> Any:
         try:
             with _NothingIsReal():
-                return f(*given)
-        finally:  # a tensor that outlives the trace computes nothing with real ones, silently
+                return f(*args)
+        finally:
+            # A fake tensor that outlives the trace then raises an error when user code combines it
+            # with a real one, and does not silently compute a fake result.
             infra_mode(_torch.FAKE).allow_non_fake_inputs = False
 
     mode: Any = "symbolic" if dynamic else "fake"
@@ -54,20 +58,21 @@ def make(f: Callable[..., Any], *args: torch.Tensor, dynamic: bool) -> torch.fx.
 
 
 def holds_for(fakes: list[Any]) -> Callable[[Any], bool]:
-    """Whether a graph that was traced on these is that of other tensors, too.
+    """A function that says whether the graph traced on ``fakes`` is valid for other tensors.
 
-    Asked for after it is compiled: compilers ask more of sizes.
+    Call this after the graph is compiled, since compilers add conditions on sizes.
     """
     sizes: Any = fakes[0].fake_mode.shape_env if fakes else None
-    said = sizes and sizes.produce_guards_expression(fakes, ignore_static=False)
-    return lambda args: not said or bool(sizes.evaluate_guards_expression(said, [*args]))
+    guards = sizes and sizes.produce_guards_expression(fakes, ignore_static=False)
+    return lambda args: not guards or bool(sizes.evaluate_guards_expression(guards, [*args]))
 
 
 class _Thread(threading.local):
-    """What stands for captured tensors in the trace of this thread."""
+    """The trace that this thread runs."""
 
+    # Maps a captured tensor to the traced tensor that replaces it.
     standin: Callable[[torch.Tensor], torch.Tensor] | None = None
-    # Errors of the trace under way, also those that the function catches:
+    # All errors that were raised in the trace, including those that user code catches.
     refusals: list[Exception] | None = None
 
 
@@ -75,29 +80,29 @@ _thread = _Thread()
 
 
 def note_refusal(error: Exception) -> Exception:
-    """Let the trace under way end in an error, though the function catches it."""
-    found = _thread.refusals
-    if found is not None:
-        found.append(error)
+    """Let the current trace end with ``error`` even if user code catches it; returns ``error``."""
+    refusals = _thread.refusals
+    if refusals is not None:
+        refusals.append(error)
     return error
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Around a function in a trace: raise the first error that was noted in it."""
+    """Enter this around a traced function: at the end, raise the first error that was noted."""
     before = _thread.refusals
-    found = _thread.refusals = []
+    refusals = _thread.refusals = []
     try:
         yield
-        if found:
-            raise found[0]
+        if refusals:
+            raise refusals[0]
     finally:
         _thread.refusals = before
 
 
 @contextmanager
 def exchanging(standin: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """While a function runs, ``standin`` gives what is computed with in place of a tensor."""
+    """A context in which `standin_of` replaces each tensor ``t`` by ``standin(t)``."""
     before, _thread.standin = _thread.standin, standin
     try:
         yield
@@ -106,7 +111,7 @@ def exchanging(standin: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None
 
 
 def standin_of(t: torch.Tensor) -> torch.Tensor:
-    """What is computed with in place of ``t``; mostly ``t`` itself."""
+    """The tensor to compute with in place of ``t``: ``t`` itself unless in `exchanging`."""
     return t if _thread.standin is None else _thread.standin(t)
 
 
@@ -115,7 +120,7 @@ _asked_at_draws: list[Callable[[], None]] = []
 
 @contextmanager
 def asked_at_draws(ask: Callable[[], None]) -> Iterator[None]:
-    """Call ``ask`` before each operation of the graph under way that draws random numbers."""
+    """A context that calls ``ask`` before each traced operation that draws random numbers."""
     _asked_at_draws.append(ask)
     try:
         yield
@@ -124,9 +129,9 @@ def asked_at_draws(ask: Callable[[], None]) -> Iterator[None]:
 
 
 class _NothingIsReal(_torch.TorchDispatchMode):
-    """What is done to real tensors is traced, not done: a buffer would advance in the trace.
+    """Traces operations on real tensors instead of running them; a buffer must not change.
 
-    Nor are values read, which a trace would stand symbols for.
+    Operations that need the value of a tensor raise an error, where torch would make a symbol.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,8 +145,10 @@ class _NothingIsReal(_torch.TorchDispatchMode):
         if func in _torch.ANSWERS:
             return _torch.ANSWERS[func](*args)
         if func is torch.ops.aten._to_copy.default and not isinstance(args[0], torch.Tensor):
-            func = torch.ops.aten.scalar_tensor.default  # vmap asks so, of a size
-        if func is torch.ops.aten._efficientzerotensor.default:  # its kernels compute on "meta"
+            # vmap makes this call with a size that is a symbol.
+            func = torch.ops.aten.scalar_tensor.default
+        if func is torch.ops.aten._efficientzerotensor.default:
+            # A fake zero without memory would make later operations compute on "meta".
             func = torch.ops.aten.zeros.default
         if types != (_torch.FakeTensor,):
             args, kwargs = torch.utils._pytree.tree_map(self._fake, (args, kwargs))
@@ -155,20 +162,20 @@ class _NothingIsReal(_torch.TorchDispatchMode):
 
 
 def _is_by_numbers(func: Any, args: Any) -> bool:
-    """Whether it takes elements out by numbers, not by a mask, whose values say how many."""
+    """Whether ``func`` indexes by positions. With a mask, the size would depend on values."""
     if func is not torch.ops.aten.index.Tensor:
         return False
     return not any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
 
 
 def number(x: Any) -> Any:
-    """``x``, or where it is a symbol the number that it stands for: the graph is for that one."""
+    """``x``; a symbol becomes its current number, and the graph is then valid for that only."""
     kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     return kinds.get(type(x), lambda x: x)(x)
 
 
 def same_value(t: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """``make()``, which has the memory of ``t``, and is the same value in the graph."""
+    """Call ``make``, which returns ``t`` in another form, and give both the same graph node."""
     mode = _torch.proxy_mode()
     if mode is None or infra_mode(FUNCTIONAL) is not None:
         return make()
@@ -183,27 +190,27 @@ def same_value(t: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tenso
 
 
 def fake_of(t: torch.Tensor) -> torch.Tensor:
-    """A fake tensor like ``t``, made below all transforms, outside of the graph under way."""
+    """A fake tensor like ``t``, made below all transforms and outside the current graph."""
     mode = infra_mode(_torch.FAKE)
     with _torch.without_dispatch_modes(), _torch.cleared_interpreter_stack():
         return mode.from_tensor(t.detach(), static_shapes=True)
 
 
 def empty_like(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A graph without nodes that takes its arguments, and gives its results, as this one."""
+    """An empty graph with the calling convention of ``graph``."""
     new = torch.fx.Graph()
     new.set_codegen(graph._codegen)
     return new
 
 
 def last_node() -> Any:
-    """The last node so far."""
+    """The last node of the current graph, or ``None`` outside a trace."""
     mode = _torch.proxy_mode()
     return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
 def _nodes_after(since: Any, mode: Any) -> Iterable[Any]:
-    """The nodes that were made after that one, the last one first."""
+    """The nodes that were made after ``since``, newest first."""
     for node in reversed(mode.tracer.graph.nodes):
         if node is since:
             return
@@ -211,20 +218,21 @@ def _nodes_after(since: Any, mode: Any) -> Iterable[Any]:
 
 
 def noted_after(since: Any) -> Counter[int]:
-    """For memory, how many values are noted in nodes after ``since`` that lie there."""
-    noted: Counter[int] = Counter()
+    """For each storage, how many results of the nodes after ``since`` use it."""
+    counts: Counter[int] = Counter()
     if (mode := _torch.proxy_mode()) is not None:
         for node in _nodes_after(since, mode):
             value = node.meta.get("val")
             values = value if isinstance(value, (tuple, list)) else [value]
-            noted.update(_torch.storage_of(t) for t in values if isinstance(t, torch.Tensor))
-    return noted
+            counts.update(_torch.storage_of(t) for t in values if isinstance(t, torch.Tensor))
+    return counts
 
 
 def close(since: Any, region: str, phase: str) -> None:
-    """A part of the graph is complete: say of its nodes what they belong to, but erase dead ones.
+    """Annotate the nodes after ``since`` with their region and phase, and erase dead nodes.
 
-    Dead is what no node and no tensor that is alive reads, writes and draws aside.
+    A node is dead if no other node uses it, no live tensor is its result, and it neither writes nor
+    draws random numbers.
     """
     if (mode := _torch.proxy_mode()) is None:
         return
@@ -237,14 +245,14 @@ def close(since: Any, region: str, phase: str) -> None:
 
 
 def acts(node: Any) -> bool:
-    """Whether a node is there for more than its result: it draws or writes."""
+    """Whether a node has an effect in addition to its result: it draws or writes."""
     return bool(node.is_impure()) or node.target in _torch.HIDDEN_WRITES
 
 
 def _gives_sizes(node: Any, tracer: Any) -> bool:
-    """Whether the graph may yet use a number that a node gives, or a size of its result.
+    """Whether the graph may still need a number that the node returns, or a size of its result.
 
-    Sizes of inputs are taken from the inputs from now on.
+    A size that equals a size of an input is redirected to that input first.
     """
     for value in torch.utils._pytree.tree_leaves(node.meta.get("val")):
         if isinstance(value, _proxy_tensor.py_sym_types):
@@ -259,7 +267,7 @@ def _gives_sizes(node: Any, tracer: Any) -> bool:
 
 
 def _is_taken_from_an_input(size: torch.SymInt, tracer: Any) -> bool:
-    """Let a size that equals one of an input be that one in the graph; whether there is one."""
+    """Redirect a size in the graph to an equal size of an input; returns whether there is one."""
     for node in tracer.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         for n in value.shape if isinstance(value, torch.Tensor) else ():
@@ -272,14 +280,14 @@ def _is_taken_from_an_input(size: torch.SymInt, tracer: Any) -> bool:
 
 
 def note_kept(tensors: Iterable[torch.Tensor]) -> None:
-    """Say of the nodes that give these that a region keeps what they give."""
+    """Mark the nodes of ``tensors`` as saved by a region."""
     for node in map(_node_of, tensors):
         if node is not None:
             _note(node, functx_decision="save")
 
 
 def note_name(t: torch.Tensor, name: str) -> None:
-    """Say of the node that gives a plain tensor that it has a name."""
+    """Add ``name`` to the names of the node of ``t``."""
     if (node := _node_of(t)) is not None:
         names = node.meta.get("custom", {}).pop("functx_names", ())
         _note(node, functx_names=(*names, name))
@@ -291,7 +299,7 @@ def _node_of(t: torch.Tensor) -> Any:
     return slot and slot.proxy.node
 
 
-def _note(node: Any, **said: Any) -> None:
-    """What is said of a node first, holds: inner regions come first."""
-    # "custom" is what survives when a graph is traced again.
-    node.meta["custom"] = {**said, **node.meta.get("custom", {})}
+def _note(node: Any, **marks: Any) -> None:
+    """Mark a node. An earlier mark wins, since inner regions are complete before outer ones."""
+    # Tracing a graph again keeps only the metadata under "custom".
+    node.meta["custom"] = {**marks, **node.meta.get("custom", {})}

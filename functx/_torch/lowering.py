@@ -1,6 +1,6 @@
 """Private torch API that lowering to JAX uses, each name with its reason.
 
-``import functx`` does not import this module: torch's decompositions take a while to load.
+``import functx`` does not import this module, because torch's decompositions load slowly.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ from typing import Any, TypeVar
 
 import torch
 
-# What function modes see of ``torch.nn.functional.grouped_mm``.
+# The function under which function modes see ``torch.nn.functional.grouped_mm``.
 from torch import _grouped_mm as grouped_mm
 
-# Kernels of an operator: going on below autograd with the keys that are left, and one node at one
-# level without the class that functorch would make at each call.
+# For operators with their own autograd kernel: how the kernel calls the operator below autograd.
 from torch._C import _after_autograd_keyset
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 
-# A tensor that a functorch level wraps has no data of its own to export; what it wraps has.
+# A wrapper of a functorch level has no data to export. The tensor inside it does.
 from torch._C._functorch import get_unwrapped
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped
 
-# The global table has decompositions beyond core ATen (through torch's reference implementations);
-# an operation without a rule of ours is tried there before it counts as missing.
+# The global table has decompositions beyond core ATen (from torch's reference implementations).
+# An operation without a rule in functx is looked up there before it counts as unsupported.
 from torch._decomp import core_aten_decompositions, decomposition_table
 
-# Overloads are what a graph calls; the class tells them from ``operator.getitem`` and regions.
+# Graphs call overloads. The class distinguishes them from ``operator.getitem`` and regions.
 from torch._ops import HigherOrderOperator, OpOverload
 
-# Shapes and dtypes without data: a traced value that leaks can't be baked in as a number.
+# Tensors without data: a traced value can't become a constant of the graph by mistake.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -41,18 +40,18 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-# The tracer.  ``torch.export`` would do too, but refuses functorch levels and custom pytrees.
+# The tracer. ``torch.export`` can't be used, since it refuses functorch levels and custom pytrees.
 from torch.fx.experimental.proxy_tensor import make_fx
 
-# The node that the backward hooks of modules hang on.
+# The Function whose node carries the backward hooks of modules.
 from torch.nn.modules._functions import BackwardHookFunction
 
-# Sees each ATen operation below autograd and functorch; the only place where grad mode can be read
-# per operation.
+# A dispatch mode sees each ATen operation below autograd and functorch. No other place can read
+# grad mode for each operation.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# The pytrees of operations' arguments (lists of tensors) have no public mapping, and Dynamo traces
-# torch's own only.
+# No public function maps over the arguments of an operation (which may be lists of tensors), and
+# Dynamo traces only torch's own pytree functions.
 from torch.utils._pytree import SUPPORTED_NODES, tree_map, tree_map_only
 
 from functx._torch import SingleLevelFunction, apply_at_level
@@ -60,26 +59,29 @@ from functx._torch.process_patches import plain_apply
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Held while a function is traced: the tracer's settings are global to the process.  One lock for
-# both directions, as a torch function may call one of JAX, and that again one of torch.
+# Held while a function is traced, because the tracer's settings are global to the process. Both
+# directions share one lock: a torch function may call a JAX function that calls a torch function.
 TRACING = threading.RLock()
 
 
 def _outward(frame: FrameType | None) -> Iterator[tuple[FrameType, str]]:
-    """A frame and those around it, each with the name of its module."""
+    """A frame and its callers, each with the name of its module."""
     while frame is not None:
         yield frame, str(frame.f_globals.get("__name__", ""))
         frame = frame.f_back
 
 
 def _is_handler(frame: FrameType) -> bool:
-    """Whether a frame is that of a function mode."""
+    """Whether a frame is the handler of a function mode."""
     return frame.f_code.co_name == "__torch_function__"
 
 
 def called_by(*modules: str) -> bool:
-    """Whether code of some modules calls a torch function; ``"torch._"`` is a prefix."""
-    # What is between is ours, or what torch puts around the handler of a mode.
+    """Whether the innermost caller outside functx is in one of ``modules``.
+
+    A name that ends with ``_``, such as ``"torch._"``, is a prefix.
+    """
+    # These frames may lie in between: functx's own, and torch's around the handler of a mode.
     between = ("functx.", "torch._compile", "torch._dynamo.")
     for frame, name in _outward(sys._getframe(1)):
         if not (name.startswith(between) or _is_handler(frame)):
@@ -88,21 +90,26 @@ def called_by(*modules: str) -> bool:
 
 
 def called_by_us(func: Any) -> bool:
-    """Whether the code that calls a torch function is ours, a mode that hands it on aside."""
-    handed_on = False
+    """Whether functx called a torch function itself.
+
+    A function mode of functx that passes on a call of user code does not count.
+    """
+    passed_on = False
     for frame, name in _outward(sys._getframe(1)):
         if name.partition(".")[0] == "functx":
-            handed_on = _is_handler(frame) and frame.f_locals.get("func") == func
-        # Other modes, and methods of tensors that are written in Python, come between.
+            passed_on = _is_handler(frame) and frame.f_locals.get("func") == func
+        # Handlers of other modes, and tensor methods written in Python, may lie in between.
         elif not (_is_handler(frame) or name in ("torch._tensor", "torch.overrides")):
-            return not handed_on
+            return not passed_on
     return False
 
 
 def asked_by(asking: Mapping[str, tuple[str, ...]]) -> bool:
-    """Whether one of some functions asks for a value: no other code, but torch's and ours.
+    """Whether one of certain functions of torch reads a value, with no user code in between.
 
-    Functions go by their module, or by the package they are in (``"torch.distributions."``).
+    Args:
+        asking: names of functions, by their module or, with a final period, by their package
+            (``"torch.distributions."``).
     """
     for frame, name in _outward(sys._getframe(1)):
         for module, functions in asking.items():
@@ -121,12 +128,12 @@ def base_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether ``x`` has data: it belongs to no transform, and is not fake."""
+    """Whether ``x`` is a tensor with data: neither a wrapper of a transform, nor fake, nor meta."""
     return not (is_functorch_wrapped(x) or isinstance(x, FakeTensor) or x.is_meta)
 
 
 def is_zero_tensor(x: torch.Tensor) -> bool:
-    """Whether ``x`` is a zero of forward mode that has no memory."""
+    """Whether ``x`` is an efficient zero tensor of forward mode, which has no memory."""
     return x._is_zerotensor()
 
 
@@ -136,16 +143,16 @@ _ONCE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
 def is_once_differentiable(function: Any) -> bool:
     """Whether the backward of a custom Function was wrapped by ``once_differentiable``.
 
-    The wrapper leaves no mark but its code.
+    The wrapper can be recognised by its code object only.
     """
     return getattr(function.backward, "__code__", None) is _ONCE
 
 
 def asking_no_mode(f: Any) -> FunctionType:
-    """A function of torch in Python, without the question whether somebody overrides it.
+    """A Python function of torch, without its check for ``__torch_function__`` overrides.
 
-    A mode that has been asked is put aside for as long as the answer takes, and would see nothing
-    of what the function calls.
+    A function mode is disabled while its handler runs. So with the check, an active mode would see
+    the function itself but nothing that the function calls.
     """
     questions = ("has_torch_function", "has_torch_function_unary")
     unasked = dict.fromkeys(questions, lambda *_: False)
@@ -153,15 +160,15 @@ def asking_no_mode(f: Any) -> FunctionType:
 
 
 def saved_tensors_hooks() -> Any:
-    """The innermost pair of hooks that see what a tape saves, if any."""
+    """The innermost pair of saved-tensor hooks, or ``None``."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def unhooked() -> AbstractContextManager[Any]:
-    """Saves tensors as they are, whatever hooks of ``saved_tensors_hooks`` are active.
+    """A context in which autograd saves tensors unchanged, also if saved-tensor hooks are active.
 
-    Which are, no public function tells; pushing ours where none is would fail where hooks are
-    disabled.
+    No public function says whether hooks are active. Hooks are pushed only if so, because pushing
+    them raises an error where they are disabled.
     """
     if saved_tensors_hooks() is None:
         return nullcontext()
@@ -169,14 +176,14 @@ def unhooked() -> AbstractContextManager[Any]:
 
 
 def is_mutable(target: Any) -> bool:
-    """Whether an operation writes to one of its arguments, by its schema."""
+    """Whether the schema of an operation says that it writes to one of its arguments."""
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
 def pytree_node(cls: type) -> Any:
-    """How torch takes a container apart and puts it together; None for what it takes for a leaf.
+    """The functions by which torch flattens and unflattens a class; ``None`` for leaves.
 
-    The registry has no public reader.
+    No public function reads the registry.
     """
     return SUPPORTED_NODES.get(cls)
 
@@ -193,16 +200,16 @@ def typed_arguments(op: OpOverload, args: Any, kwargs: dict[str, Any]) -> list[t
 
 
 def below_vmap() -> Any:
-    """A context for an operator's own batching rule: what it calls is of the levels below."""
+    """A context for a custom batching rule: operators in it run at the levels below vmap's."""
     return torch._C._ExcludeDispatchKeyGuard(
         torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
     )
 
 
 def old_vmap_level() -> int:
-    """How many batched backward passes are under way: ``torch.autograd.grad(is_grads_batched=)``.
+    """How many calls of ``torch.autograd.grad(is_grads_batched=True)`` are running.
 
-    They use the vmap from before functorch, and its tensors.
+    They use the vmap from before functorch, with its own kind of batched tensor.
     """
     level = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
@@ -210,26 +217,26 @@ def old_vmap_level() -> int:
 
 
 def old_batch_in_front(x: torch.Tensor, level: int) -> torch.Tensor:
-    """A tensor of such a level with its batch dimension as the first; of size 1 if it has none."""
+    """Unwrap a tensor of the old vmap, batch dimension first; of size 1 if it is not batched."""
     return torch._remove_batch_dim(x, level, 1, 0)
 
 
 def with_old_batch_in_front(x: torch.Tensor, level: int) -> torch.Tensor:
-    """A tensor of such a level from one whose first dimension is the batch."""
+    """Wrap a tensor whose first dimension is the batch for the old vmap."""
     return torch._add_batch_dim(x, 0, level)
 
 
 def nonstrict_trace(f: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that Dynamo puts into its graph without looking inside; what follows it does."""
-    import torch._dynamo  # not at the top: it takes as long to import as all of torch
+    """Mark ``f`` so that Dynamo puts it into its graph unopened; AOTAutograd traces through it."""
+    import torch._dynamo  # imported late: it takes as long to import as all of torch
 
     return torch._dynamo.nonstrict_trace(f)
 
 
 def runs_while_tracing(f: F) -> F:
-    """Mark a function that Dynamo runs where it meets it, for a constant result.
+    """Mark a function that Dynamo calls while it traces; the result is a constant of the graph.
 
-    What ``torch._dynamo.assume_constant_result`` does, without importing that.
+    ``torch._dynamo.assume_constant_result`` does the same, but importing it is slow.
     """
     f._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return f
@@ -241,9 +248,9 @@ def redispatch(op: OpOverload, keyset: Any, *args: Any) -> Any:
 
 
 def apply_function(function: Any, *args: Any) -> Any:
-    """Make a node of a single-level Function, past the ``apply`` that regions observe.
+    """Make a node of a single-level Function without the interception of ``Function.apply``.
 
-    They see the operator that makes the node.
+    Regions see the operator that makes the node.
     """
     return apply_at_level(plain_apply(function), *args)
 
@@ -257,7 +264,7 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 def original_of(f: Any) -> Any:
-    """What ``torch.compile`` compiled; anything else as it is."""
+    """The function or module that ``torch.compile`` wrapped; anything else unchanged."""
     name = "_orig_mod" if isinstance(f, torch.nn.Module) else "_torchdynamo_orig_callable"
     return getattr(f, name, f)
 
@@ -267,5 +274,5 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return tree_map_only(torch.Tensor, fn, tree)
 
 
-# Reads a tensor as a Python number; what ``item()``, ``float()`` and ``bool()`` call.
+# The operator that ``item()``, ``float()`` and ``bool()`` call to read a tensor as a number.
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default

@@ -2,14 +2,14 @@
 
 There are five such changes, listed with their tests on the page ``docs/process_patches.md``:
 
-- `show_applications`: what ``Function.apply`` is given is shown to the region whose code runs.
+- `show_applications`: regions see the arguments of each ``Function.apply`` in their code.
 - `run_control_flow`: in the code of a region, control-flow operators run in Python.
-- `hide_nested_dummy`: regions do not see how torch makes a tensor that it keeps for nested tensors.
+- `hide_nested_dummy`: regions do not see how torch makes the tensor that all jagged tensors share.
 - `applying`: while a function is traced for JAX, attribute lookups on custom autograd Functions go
   through functx. No public interface sees ``Function.apply``: it passes through no mode, and user
   code may have bound it to a name long before.
-- `use_mapped_masks`: the question "is this being traced?" in the mask functions of transformers is
-  also answered with yes for masks that ``vmap`` maps. The function has no hook or setting for it.
+- `use_mapped_masks`: the mask functions of transformers treat a mask that ``vmap`` maps as if it
+  were traced. They have no hook or setting for this.
 
 `functx.patch_checkpoint` is not listed here: users ask for it, and it ends with its context.
 """
@@ -27,7 +27,7 @@ import torch
 
 from functx._torch import function_depth, fwd_grad_mode, inner_of, is_batched, is_wrapped
 
-# What all custom Functions run when they are applied, under whatever name the program has it.
+# The function behind ``apply`` of all custom Functions.
 APPLY: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 _UTILS: Any = torch._functorch.utils
 _HIGHER_ORDER: Any = torch._higher_order_ops.utils
@@ -37,9 +37,9 @@ _NESTED: Any = torch.nested._internal.nested_tensor
 def show_applications(show: Callable[[Any, Any], Any]) -> None:
     """From now on, let Functions take the arguments that ``show(Function, arguments)`` returns.
 
-    ``Function.apply`` passes through no mode unless a transform is active. But its body, in Python,
-    looks up ``unwrap_dead_wrappers`` at each call and goes on with what that returns. ``show`` is
-    asked only where a function mode is on: elsewhere no region listens.
+    ``Function.apply`` passes through no mode unless a transform is active. But its Python body
+    looks up ``unwrap_dead_wrappers`` at each call and continues with the result. ``show`` is called
+    only if a function mode is active, since every region that records is a function mode.
     """
     plain = _UTILS.unwrap_dead_wrappers
 
@@ -55,10 +55,10 @@ def show_applications(show: Callable[[Any, Any], Any]) -> None:
 
 
 def run_control_flow(instead: Callable[[], Any]) -> None:
-    """From now on, let control-flow operators run in the context ``instead()``, if that gives one.
+    """From now on, run control-flow operators in the context ``instead()``, if that is not None.
 
-    In eager, ``torch.cond`` and the like compile themselves, within ``setup_compilation_env``. No
-    mode sees that.
+    In eager, ``torch.cond`` and similar operators compile themselves inside
+    ``setup_compilation_env``. No mode sees that.
     """
     plain = _HIGHER_ORDER.setup_compilation_env
 
@@ -76,7 +76,7 @@ def run_control_flow(instead: Callable[[], Any]) -> None:
 
 
 def hide_nested_dummy(unseen: Callable[[], Any]) -> None:
-    """From now on, let torch make the tensor that it keeps for jagged tensors in ``unseen()``.
+    """From now on, let torch make its shared tensor for jagged tensors in the context ``unseen()``.
 
     The first jagged tensor of the process makes it, and all later ones use it.
     """
@@ -92,7 +92,7 @@ def hide_nested_dummy(unseen: Callable[[], Any]) -> None:
 
 
 def plain_apply(cls: Any) -> Callable[..., Any]:
-    """``cls.apply`` below what intercepts it."""
+    """``cls.apply``, not intercepted by `applying`."""
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         _application.ours = True
@@ -106,23 +106,26 @@ def plain_apply(cls: Any) -> Callable[..., Any]:
 
 _Base: Any = torch.autograd.function._SingleLevelFunction
 _Meta: Any = type(_Base)
-_applying: list[None] = []  # as many as there are `applying`, in all threads
+_applying: list[None] = []  # one entry for each `applying` that is active, in all threads
 _counting = threading.Lock()
 
 
 class _Application(threading.local):
-    """The ``apply`` of this thread that is reading attributes of its class."""
+    """The call of ``apply`` on this thread that is reading attributes of its class."""
 
     hook: Callable[..., Any] | None = None
-    ours = False  # it is that of `plain_apply`
-    grad: bool | None = None  # the mode it was called in; None for one of ours
+    ours = False  # whether `plain_apply` made the call
+    grad: bool | None = None  # grad mode at the call; None if `plain_apply` made it
 
 
 _application = _Application()
 
 
 def _read(cls: Any, name: str) -> Any:
-    """An attribute of a Function: its C++ reads ``_backward_cls`` first, ``forward`` last."""
+    """Read an attribute of a Function.
+
+    In ``apply``, torch's C++ code reads ``_backward_cls`` first and ``forward`` last.
+    """
     found, hook = type.__getattribute__(cls, name), _application.hook
     if name == "_backward_cls":
         _application.grad = None if _application.ours else torch.is_grad_enabled()
@@ -130,7 +133,7 @@ def _read(cls: Any, name: str) -> Any:
     if name != "forward" or hook is None or _application.grad is None:
         return found
     grad, _application.grad = _application.grad, None
-    own = int(cls.setup_context is _Base.setup_context)  # whether a context comes first
+    own = int(cls.setup_context is _Base.setup_context)  # 1 if forward takes `ctx` first
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         run = torch.no_grad()(partial(found, *args[:own], **kwargs))
@@ -141,19 +144,20 @@ def _read(cls: Any, name: str) -> Any:
 
 
 def _with_views(run: Callable[..., Any], *args: Any) -> Any:
-    """Run a forward; tensors that it hands back are views, as ``apply`` makes them."""
-    given = {id(a) for a in args if isinstance(a, torch.Tensor)}
+    """Run a forward. Inputs that it returns become views, as ``apply`` makes them."""
+    inputs = {id(a) for a in args if isinstance(a, torch.Tensor)}
     out = run(*args)
-    views = [o.view_as(o) if id(o) in given else o for o in (out if type(out) is tuple else (out,))]
+    outs = out if type(out) is tuple else (out,)
+    views = [o.view_as(o) if id(o) in inputs else o for o in outs]
     return tuple(views) if type(out) is tuple else views[0]
 
 
 @contextmanager
 def applying(hook: Callable[..., Any]) -> Iterator[None]:
-    """Let ``hook(cls, forward, args)`` stand for the forward of custom Functions of this thread.
+    """Call ``hook(cls, forward, args)`` instead of the forward of custom Functions on this thread.
 
-    ``Function.apply`` passes through no mode, and may lie in a variable of the user's; what it
-    reads of its class is watched for as long.
+    ``Function.apply`` passes through no mode, and user code may hold it in a variable. So functx
+    intercepts the attributes that ``apply`` reads from its class.
     """
     before, _application.hook = _application.hook, hook
     with _counting:
@@ -170,7 +174,7 @@ def applying(hook: Callable[..., Any]) -> Iterator[None]:
 
 
 def is_mapped(value: Any) -> bool:
-    """Whether ``vmap`` maps a tensor, at any level: its examples have values of their own."""
+    """Whether ``vmap`` maps a tensor at any level, so that each example has its own value."""
     while isinstance(value, torch.Tensor) and is_wrapped(value):
         if is_batched(value):
             return True
@@ -181,9 +185,9 @@ def is_mapped(value: Any) -> bool:
 def use_mapped_masks() -> None:
     """Let Hugging Face transformers, if it is loaded, use a padding mask that ``vmap`` maps.
 
-    Its models ask whether a mask masks anything, and leave the mask out if not. That question has
-    no answer for a mapped mask. The models do not ask it while a graph is traced, so a mapped mask
-    is reported as traced.
+    Its models test whether a mask masks anything, and drop the mask if not. Under ``vmap`` this
+    test raises an error, since the result may differ by example. The models skip the test while a
+    graph is traced, so functx reports a mapped mask as traced.
     """
     module: Any = sys.modules.get("transformers.masking_utils")
     before = getattr(module, "is_tracing", None)

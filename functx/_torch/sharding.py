@@ -1,4 +1,4 @@
-"""Private torch API of FSDP2, which is asked only where ``torch.distributed.fsdp`` is loaded."""
+"""Private torch API of FSDP2, which is used only if ``torch.distributed.fsdp`` is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# The autograd node of ``DTensor.from_local``, by its name: its class is private as well.
+# The name of the autograd node of ``DTensor.from_local``, whose class is private.
 FROM_LOCAL = "_FromTorchTensorBackward"
 
 
@@ -19,7 +19,7 @@ def in_process_group() -> bool:
 
 
 def fsdp_classes() -> tuple[type, ...]:
-    """The classes of modules that FSDP2 and FSDP1 shard; none where there can be no such module."""
+    """The classes of modules that FSDP2 and FSDP1 shard; empty if no module can be sharded."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not in_process_group():
         return ()
@@ -32,7 +32,7 @@ def has_dtensors() -> bool:
 
 
 def dtensor_class() -> type:
-    """The class of DTensors, where `has_dtensors`."""
+    """The class of DTensors. Call it only if `has_dtensors`."""
     found: Any = sys.modules["torch.distributed.tensor"]
     return found.DTensor
 
@@ -40,8 +40,8 @@ def dtensor_class() -> type:
 def managed_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """The slots of a module, and of its submodules, in which FSDP2's hooks put parameters.
 
-    The parameters of its ``ignored_params``, and those of modules that it does not shard, are not
-    among them. No public API tells the two apart.
+    Parameters in its ``ignored_params``, and those of modules that it does not shard, are not
+    among them. No public API distinguishes them.
     """
     fsdp: Any = sys.modules["torch.distributed.fsdp"]
     for part in module.modules():

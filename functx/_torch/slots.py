@@ -1,7 +1,7 @@
-"""The places in a module that hold tensors, which no public name reaches without checks.
+"""Read and write the places in a module that hold tensors, without ``nn.Module``'s checks.
 
-``setattr`` refuses a plain tensor in the place of a parameter, and registers a parameter in the
-place of a plain tensor. What a transform puts into a module is neither.
+``setattr`` refuses to replace a parameter by a plain tensor, and registers any parameter that it is
+given. Transforms need to put tensors of either kind in either place. No public API does that.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MISSING: Any = object()  # what a slot holds that is not there
+MISSING: Any = object()  # the value of a slot that does not exist in its module
 
 
 class Slot:
     """A place in a module that holds a tensor, or that may hold one.
 
-    A slot is an entry of a dict (``_parameters``, ``_buffers``, ``__dict__``). If Python code
-    stands between a name and what it means (a property, ``__getattr__``), the slot is the attribute
-    itself, without a ``store``.
+    A slot is an entry of a dict (``_parameters``, ``_buffers``, ``__dict__``). If the attribute is
+    computed by Python code (a property, ``__getattr__``), ``store`` is ``None``, and the slot is
+    read and written as an attribute.
     """
 
     __slots__ = ("name", "owner", "store")
@@ -31,11 +31,14 @@ class Slot:
 
     @property
     def key(self) -> tuple[int, str]:
-        """Equal for two names of one place; modules made by `functx.remat` share their dicts."""
+        """Equal for slots that are the same place.
+
+        Owners may differ: a module made by `functx.remat` shares its dicts with the original.
+        """
         return id(self.owner if self.store is None else self.store), self.name
 
     def read(self) -> Any:
-        """What the slot holds, or `MISSING`."""
+        """The value of the slot, or `MISSING`."""
         if self.store is None:
             return getattr(self.owner, self.name, MISSING)
         try:
@@ -44,7 +47,7 @@ class Slot:
             return MISSING
 
     def put(self, value: Any) -> None:
-        """Let the slot hold a tensor, ``None`` or, if the value is `MISSING`, nothing."""
+        """Set the slot to a tensor or ``None``; delete it if ``value`` is `MISSING`."""
         if self.store is not None and value is not MISSING:
             self.store[self.name] = value
         elif self.store is not None:
@@ -61,9 +64,9 @@ def _store_of(owner: nn.Module, name: str) -> Any:
             return store
     for cls in type(owner).__mro__:
         if name in vars(cls):
-            # A tensor of the class is hidden by one in the instance's dict; a property is not.
+            # The instance's dict overrides a tensor of the class, but not a property.
             return vars(owner) if isinstance(vars(cls)[name], Tensor) else None
-    return None  # new to the module: `__setattr__` decides where it goes
+    return None  # a new name: `__setattr__` decides where the value goes
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -73,14 +76,15 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def recurrent_states(owners: Iterable[Any]) -> list[tuple[nn.RNNBase, dict[str, Any]]]:
-    """What recurrent layers among some modules note of their parameters when they are called.
+    """The lists of their parameters that recurrent layers keep and update when they are called.
 
-    Left as it is after a call, it would hold the tensors that the call has used.
+    After a call with other parameters these lists have to be put back, else the layer would keep
+    those parameters alive.
     """
     layers = {id(owner): owner for owner in owners if isinstance(owner, nn.RNNBase)}
     names = "_flat_weights", "_flat_weight_refs"
     return [(x, {n: vars(x)[n] for n in names if n in vars(x)}) for x in layers.values()]
 
 
-# Modules of TorchScript have slots of their own, in C++.
+# TorchScript modules keep their tensors in C++, where no `Slot` reaches.
 ScriptModules = torch.jit.ScriptModule, torch.jit.RecursiveScriptModule, torch.jit.ScriptFunction

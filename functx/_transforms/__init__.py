@@ -3,7 +3,7 @@
 - `reverse_mode`: one level of reverse mode, recorded first and pulled back after it has ended.
 - `derivatives`: `grad`, `vjp`, `jvp`, `linearize` and the like.
 - `jacobians`: `jacrev`, `jacfwd`, `hessian`.
-- `vmap`: torch's, which tells an enclosing region what it is given.
+- `vmap`: torch's ``vmap``, in a form that enclosing regions can record.
 - `stateless`: `functional_call`, which leaves a module exactly as it was.
 """
 

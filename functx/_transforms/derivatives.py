@@ -1,7 +1,7 @@
-"""Derivatives as :mod:`torch.func` has them, with a lean reverse mode: gradients, vjp, jvp.
+"""The derivatives of :mod:`torch.func`, with a reverse mode that needs less memory.
 
-Signatures and results are torch's; the peak memory is that of ``torch.autograd.grad`` (NOTE [lean]
-in `reverse_mode`). JAX arrays are transformed by JAX (NOTE [whose arrays] in
+Signatures and results are those of torch. The peak memory is that of ``torch.autograd.grad`` (NOTE
+[lean] in `reverse_mode`). JAX arrays are passed to JAX's transforms (NOTE [whose arrays] in
 `functx._core.backend_dispatch`).
 """
 
@@ -25,7 +25,7 @@ from functx._core import (
     validate,
 )
 from functx._remat import made_inside, sharding, taken_in
-from functx._transforms.reverse_mode import record, ways_out
+from functx._transforms.reverse_mode import adding_remedies, record
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,10 +36,10 @@ R = TypeVar("R")
 def grad(func: Callable[P, Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[P, Any]:
     """The gradient of a scalar function.
 
-    As :func:`torch.func.grad`, at about a third of its peak memory.
+    This is :func:`torch.func.grad`, at about a third of its peak memory.
 
     Args:
-        func: Takes pytrees of anything, and returns a tensor of shape ``()`` (with ``has_aux``,
+        func: Takes pytrees of any values, and returns a tensor of shape ``()`` (with ``has_aux``,
             a pair of that and a pytree).
         argnums: Which positional arguments to differentiate; every leaf in them must be a floating
             point or complex tensor.
@@ -47,16 +47,16 @@ def grad(func: Callable[P, Any], argnums: Argnums = 0, has_aux: bool = False) ->
 
     Returns:
         A function of the same arguments that returns the gradient, a pytree like the argument, with
-        the shapes and dtypes of its leaves; a tuple of them if ``argnums`` is a tuple; with
-        ``has_aux``, the pair of that and ``aux``.
+        the shapes and dtypes of its leaves. If ``argnums`` is a tuple, it returns a tuple of them.
+        With ``has_aux``, it returns the pair of that and ``aux``.
 
     Raises:
-        TypeError: ``func`` can't be called.
-        RuntimeError: ``argnums`` is not an int or tuple of different ints, or, at the call, out of
-            range; ``func`` does not return a scalar, or a pair with ``has_aux``; it uses
+        TypeError: ``func`` is not callable.
+        RuntimeError: ``argnums`` is not an int or a tuple of different ints, or is out of range at
+            the call; ``func`` does not return a scalar, or a pair with ``has_aux``; ``func`` uses
             saved-tensor hooks, as ``torch.utils.checkpoint`` does.
         ValueError, RuntimeError: At the call (one error that is both): a leaf to differentiate is
-            not a tensor, or one of integers.
+            not a tensor, or has an integer dtype.
 
     Example:
         >>> import torch, functx
@@ -116,7 +116,7 @@ def value_and_grad(
 def _of_scalar(
     func: Callable[..., Any], argnums: Argnums, has_aux: bool, name: str, arranged: Any
 ) -> Any:
-    """A function that returns what ``func`` does and its gradient, as ``arranged``."""
+    """A function that returns ``arranged(result, gradient)`` for the result of ``func``."""
     validate.check_argnums(argnums, name)
     api = f"{name}(f)(*args)"
     check = functools.partial(validate.check_scalar, api=api)
@@ -145,14 +145,14 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     Returns:
         ``(output, vjp_fn)``, or ``(output, vjp_fn, aux)`` with ``has_aux``.
         ``vjp_fn(cotangents, retain_graph=True, create_graph=None)`` takes a pytree like the output
-        and returns a tuple of pytrees like the primals. Its last call should pass
-        ``retain_graph=False``: the peak is then that of one backward pass.
+        and returns a tuple of pytrees like the primals. Pass ``retain_graph=False`` in the last
+        call, so that the peak is that of one backward pass.
 
     Raises:
-        TypeError: ``func`` can't be called.
-        ValueError, RuntimeError: As :func:`functx.grad`, of a leaf of ``primals``.
-        RuntimeError: An output is not a tensor, or one of integers, or there is none; ``has_aux``
-            and no pair returned; ``func`` uses saved-tensor hooks.
+        TypeError: ``func`` is not callable.
+        ValueError, RuntimeError: As :func:`functx.grad`, for a leaf of ``primals``.
+        RuntimeError: An output is not a tensor or has an integer dtype; there is no output; with
+            ``has_aux``, ``func`` does not return a pair; ``func`` uses saved-tensor hooks.
 
     Example:
         >>> import torch, functx
@@ -182,7 +182,7 @@ def jvp(
     sharding.check_forward_mode((primals, tangents), "jvp(f, primals, tangents)")
     primals, tangents = taken_in("jvp", (primals, tangents))
     watch = sharding.watching("jvp(f, primals, tangents)")
-    with ways_out(), norm_derivatives.around(primals), _torch.RequiresGradAllowed(), watch:
+    with adding_remedies(), norm_derivatives.around(primals), _torch.RequiresGradAllowed(), watch:
         return made_inside(of_torch(primals, tangents))
 
 
@@ -191,19 +191,21 @@ def jvp(
 def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R]]:
     """The value of a function, and its Jacobian-vector product at that point, for many tangents.
 
-    As :func:`torch.func.linearize`, but it runs ``func`` once, traces nothing, and keeps between
-    calls what a pullback keeps: of a `functx.remat` region, its inputs. The linear function is the
-    transpose of the pullback, so each call costs a pullback and its derivative. A JAX function
-    without a reverse mode (`functx.compat.from_jax` of a while loop) runs its forward mode instead.
+    Unlike :func:`torch.func.linearize`, it runs ``func`` once and traces nothing. Between calls it
+    keeps what a pullback saves; for a `functx.remat` region, these are its inputs. The linear
+    function is the transpose of the pullback, so each call costs a pullback and its derivative. A
+    JAX function without a reverse mode (`functx.compat.from_jax` of a while loop) runs its forward
+    mode instead.
 
     Args:
         func: Takes and returns pytrees of tensors.
         *primals: Its arguments; all leaves are floating point or complex tensors.
 
     Returns:
-        The value of ``func`` at ``primals``, and a function of tangents, pytrees like ``primals``,
-        that returns a pytree like the value: the derivative of each leaf, zeros for tensors of
-        integers. It raises a ``RuntimeError`` where tangents do not fit ``primals``.
+        The value of ``func`` at ``primals``, and a linear function. The linear function takes
+        tangents, pytrees like ``primals``, and returns a pytree like the value, with the derivative
+        of each leaf, and zeros for integer tensors. It raises a ``RuntimeError`` if tangents do not
+        fit ``primals``.
 
     Example:
         >>> import torch, functx
@@ -228,15 +230,19 @@ def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R
 
     def linear(*tangents: Any) -> Any:
         """The derivative of the function along tangents."""
-        (given, spec), (wanted, expected) = tree.flatten(tangents), tree.flatten(primals)
+        (flat, spec), (flat_primals, expected) = tree.flatten(tangents), tree.flatten(primals)
         if spec != expected:
-            said = f"Expected the tangents {spec} to have the same argspec as the primals"
-            raise RuntimeError(f"linearize: {said} {expected}")
+            raise RuntimeError(
+                f"linearize: Expected the tangents {spec} to have the same argspec as the primals "
+                f"{expected}"
+            )
         for what in ("shape", "dtype", "device"):
-            if [getattr(t, what, None) for t in given] != [getattr(p, what) for p in wanted]:
-                said = f"a tangent in flattened pytree doesn't match the {what}"
-                raise RuntimeError(f"linearize: {said} of the corresponding primal")
-        # What maps cotangents to gradients is linear: zeros are as good a point as any.
+            if [getattr(t, what, None) for t in flat] != [getattr(p, what) for p in flat_primals]:
+                raise RuntimeError(
+                    f"linearize: a tangent in flattened pytree doesn't match the {what} of the "
+                    "corresponding primal"
+                )
+        # The pullback is linear in the cotangents, so it can be transposed at any point.
         zeros = [torch.zeros(shape, dtype=dtype, device=on) for shape, dtype, on in layouts]
         return tree.combine(vjp(pullback, zeros)[1](tangents)[0], constants)
 

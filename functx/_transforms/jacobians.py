@@ -1,7 +1,7 @@
-"""Jacobians: a pullback for each number of the output, or a pushforward for each of the input.
+"""Jacobians, by a pullback for each element of the output or a pushforward for each of the input.
 
-In reverse mode the rows of an identity matrix, cut into one block of columns for each output, are
-the cotangents. ``vmap`` of the pullback computes a chunk of rows at a time.
+In reverse mode the cotangents are the rows of an identity matrix, which is cut into one block of
+columns for each output. ``vmap`` of the pullback computes a chunk of rows at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from functx._core import (
     validate,
 )
 from functx._remat import sharding
-from functx._transforms.reverse_mode import Pullback, record, ways_out
+from functx._transforms.reverse_mode import Pullback, adding_remedies, record
 
 P = ParamSpec("P")
 
@@ -40,18 +40,18 @@ def jacrev(
     chunk_size: int | None = None,
     _preallocate_and_copy: bool = False,
 ) -> Callable[P, Any]:
-    """The Jacobian of a function, by reverse mode: one pullback for each number of the output.
+    """The Jacobian of a function, by reverse mode: one pullback for each element of the output.
 
-    As :func:`torch.func.jacrev`; without chunks, the pullback frees the residuals as it goes.
+    This is :func:`torch.func.jacrev`. Without chunks, the pullback frees residuals as it runs.
 
     Args:
         func: Takes pytrees, and returns a pytree of real floating point tensors (with ``has_aux``,
             a pair of that and a pytree).
         argnums: As for :func:`functx.grad`.
         has_aux: Whether ``func`` returns ``(output, aux)``.
-        chunk_size: How many rows to compute at a time; by default all in one. With 1 the rows are
-            computed in a loop without ``vmap``, and are free of its limitations.
-        _preallocate_and_copy: As in torch, which does not document it; without effect.
+        chunk_size: How many rows to compute at a time; by default all. With 1, rows are computed in
+            a loop without ``vmap`` and its limitations.
+        _preallocate_and_copy: An undocumented option of torch, which has no effect here.
 
     Returns:
         A function that returns, for each output of shape ``m`` and each differentiated leaf of
@@ -59,9 +59,9 @@ def jacrev(
         pytrees like the argument; with ``has_aux``, the pair of that and ``aux``.
 
     Raises:
-        TypeError: ``func`` can't be called.
-        ValueError: ``chunk_size`` is not positive; at the call, a leaf is not a tensor.
-        RuntimeError: As :func:`functx.grad`, or an argument or output is complex.
+        TypeError: ``func`` is not callable.
+        ValueError: ``chunk_size`` is not positive; or, at the call, a leaf is not a tensor.
+        RuntimeError: As :func:`functx.grad`; or an argument or output is complex.
 
     Example:
         >>> import torch, functx
@@ -115,7 +115,7 @@ def _rows(
     chunks = every.split(chunk_size or total)
     parts = []
     for n, chunk in enumerate(chunks, 1):
-        one = functools.partial(row, keep=n < len(chunks))  # the last one frees the residuals
+        one = functools.partial(row, keep=n < len(chunks))  # the last chunk frees the residuals
         if chunk_size == 1:
             parts.append([t.unsqueeze(0) for t in one(chunk[0])])
         else:
@@ -142,7 +142,7 @@ def jacfwd(
         positions = validate.resolve_argnums(argnums, len(args), "jacfwd")
         validate.check_inputs(args, positions, "jacfwd(f)(*args)")
         sharding.check_forward_mode([args[n] for n in positions], "jacfwd(f)(*args)")
-        with ways_out(), norm_derivatives.around(args), _torch.RequiresGradAllowed():
+        with adding_remedies(), norm_derivatives.around(args), _torch.RequiresGradAllowed():
             return of_torch(*args)
 
     return _remat.reported(transformed, "jacfwd")
@@ -153,7 +153,7 @@ def jacfwd(
 def hessian(func: Callable[P, Any], argnums: Argnums = 0) -> Callable[P, Any]:
     """The Hessian of a function, forward over reverse: ``jacfwd(jacrev(func))``.
 
-    As :func:`torch.func.hessian`; arguments and errors are those of :func:`functx.jacrev`.
+    This is :func:`torch.func.hessian`. Arguments and errors are those of :func:`functx.jacrev`.
 
     Returns:
         A function that returns, for an output of shape ``m`` and two leaves of shapes ``n`` and

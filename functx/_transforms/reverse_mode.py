@@ -1,15 +1,16 @@
-"""One level of reverse-mode differentiation: record a function, pull cotangents back afterwards.
+"""One level of reverse mode: record a function, end the level, and pull cotangents back afterwards.
 
 NOTE [lean]
 ``torch.func.grad`` runs the backward pass *inside* the level that recorded the forward, with
-``create_graph=True``: the level records its own backward, which nobody can ever read, and keeps
-every gradient until it ends. Here the level ends first. Dead, it records nothing of the backward
-pass, so each saved tensor goes as soon as its node has run; levels around it, and plain autograd
-below them, record what they track, if grad mode is on where the transform was called.
+``create_graph=True``. So the level records its own backward, although nothing can read that record,
+and keeps every gradient until it ends. functx ends the level first. An ended level does not record
+the backward pass, so each saved tensor is freed as soon as its node has run. Outer levels, and
+plain autograd below them, record what they track, if grad mode is on where the transform was
+called.
 
-``create_graph`` must not be read off the tensors at hand ("does the output require grad outside?"):
-a hook or the backward of a custom Function may bring in a variable of an outer level that the
-forward pass never saw, and its derivative would be silently zero.
+``create_graph`` must not be decided by the tensors at hand ("does the output require grad in an
+outer level?"). A hook or the backward of a custom Function may use a variable of an outer level
+that the forward pass never saw. Its derivative would be silently zero.
 """
 
 from __future__ import annotations
@@ -45,93 +46,97 @@ from functx._remat import (
 )
 from functx._torch import compiler, gradient_edge
 
-# Whether `functx._models.patch` is in place, so that errors must not advise it.
+# Whether `functx._models.patch` is in place. If so, errors must not recommend it.
 checkpoint_is_patched = False
 
 _NO_HOOKS = (
-    "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks, those of "
-    "torch.utils.checkpoint and save_on_cpu. Use functx.patch_checkpoint() around a model that "
-    "checkpoints itself; if apply_remat has made regions in it, switch its own checkpoints off "
-    "instead (gradient_checkpointing_disable(), in diffusers disable_gradient_checkpointing()). In "
-    "your own code use functx.remat(f)(*args), or functx.checkpoint(f, *args); in place of "
-    "save_on_cpu, functx.remat(f, policy=checkpoint_policies.offload(policy))."
+    "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks, which "
+    "torch.utils.checkpoint and save_on_cpu use. If a model checkpoints itself, call it under "
+    "functx.patch_checkpoint(). If apply_remat was applied to the model, turn its own checkpoints "
+    "off instead (gradient_checkpointing_disable(), or in diffusers "
+    "disable_gradient_checkpointing()). In your own code, use functx.remat(f)(*args) or "
+    "functx.checkpoint(f, *args); instead of save_on_cpu, use "
+    "functx.remat(f, policy=checkpoint_policies.offload(policy))."
 )
 _OLD_FUNCTION = "override the setup_context"
-# By words of an error of torch's: the way out.
-_WAYS_OUT = {
+# Advice on errors of torch. The key is a part of torch's message.
+_REMEDIES = {
     "support saved tensor hooks": _NO_HOOKS,
     "_NoopSaveInputs": _NO_HOOKS,  # of checkpoint, under vmap, before torch 2.13
     "Tensor.requires_grad_()": "functx's transforms allow requires_grad_(), but torch forbids it "
-    "again after a backward pass inside of the function. Use functx.grad there, in place of "
+    "again after a backward pass inside the function. Use functx.grad there, instead of "
     "torch.autograd.grad or torch.func.grad. If this is the hook of Hugging Face's "
     "gradient_checkpointing_enable(), which transforms don't need, you can remove it: "
     "model.disable_input_require_grads().",
-    _OLD_FUNCTION: "If this is torch.utils.checkpoint with use_reentrant=True: call "
-    "it under functx.patch_checkpoint(), or use functx.checkpoint.",
-    "_scaled_dot_product_": "Fused attention has but first derivatives, in reverse mode: call it "
-    "under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).",
-    "from the 'SparseC": "vmap has no rules for sparse gradients. If they are those of "
-    "nn.Embedding(sparse=True) or nn.EmbeddingBag: set its attribute sparse to False, or use "
-    "functx.per_sample, whose gradients are dense.",
+    _OLD_FUNCTION: "If this is torch.utils.checkpoint with use_reentrant=True, call it under "
+    "functx.patch_checkpoint(), or use functx.checkpoint.",
+    "_scaled_dot_product_": "Fused attention has only first derivatives, in reverse mode. For "
+    "others, call it under "
+    "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).",
+    "from the 'SparseC": "vmap has no rules for sparse gradients. If nn.Embedding(sparse=True) or "
+    "nn.EmbeddingBag made them, set its attribute sparse to False, or use functx.per_sample, whose "
+    "gradients are dense.",
     "aten::embedding_renorm_": "nn.Embedding(max_norm=) writes to its weight, which vmap can't do "
-    "for each example. functx.per_sample can: it looks rows up in a renormalised copy.",
-    "'workspace'": "vmap can't run the pullback of nn.LSTM on a CPU: functx.per_sample takes "
+    "for each example. functx.per_sample supports it: it looks rows up in a renormalised copy.",
+    "'workspace'": "vmap can't run the pullback of nn.LSTM on a CPU. Use functx.per_sample with "
     "chunk_size=1; its gram and jacobian need torch.backends.mkldnn.flags(enabled=False) as well.",
 }
 _HOOKS_UNDER_PATCH = (
-    "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks. Under "
-    "functx.patch_checkpoint(), which is in place, torch.utils.checkpoint.checkpoint uses none, so "
-    "these are others. Those of torch.distributed._composable.checkpoint(module): use "
-    "functx.apply_remat(model, [module]) in its place, or checkpoint_wrapper(module) of "
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper. Those of save_on_cpu "
-    "(offload=True in transformers): use "
+    "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks. "
+    "functx.patch_checkpoint() is in place, so these hooks are not those of "
+    "torch.utils.checkpoint.checkpoint. If they are those of "
+    "torch.distributed._composable.checkpoint(module), use functx.apply_remat(model, [module]) "
+    "instead, or checkpoint_wrapper(module) of "
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper. If they are those of save_on_cpu "
+    "(offload=True in transformers), use "
     "functx.remat(f, policy=checkpoint_policies.offload(policy))."
 )
-_WAYS_OUT_UNDER_PATCH = {
-    **{words: note for words, note in _WAYS_OUT.items() if "patch_checkpoint" not in note},
+_REMEDIES_UNDER_PATCH = {
+    **{words: note for words, note in _REMEDIES.items() if "patch_checkpoint" not in note},
     "support saved tensor hooks": _HOOKS_UNDER_PATCH,
     "_NoopSaveInputs": _HOOKS_UNDER_PATCH,
 }
 
 
 @contextmanager
-def ways_out() -> Iterator[None]:
-    """Adds to an error of torch's what to do instead."""
+def adding_remedies() -> Iterator[None]:
+    """A context that adds a note with the remedy to errors of torch."""
     try:
         yield
     except RuntimeError as error:
-        said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         if sharding.is_of_dtensors(error):
-            said = said.replace(_OLD_FUNCTION, "")
-            if sharding.NO_TRANSFORM not in said:
+            text = text.replace(_OLD_FUNCTION, "")
+            if sharding.NO_TRANSFORM not in text:
                 error.add_note(sharding.NO_TRANSFORM)
-        notes = _WAYS_OUT_UNDER_PATCH if checkpoint_is_patched else _WAYS_OUT
+        notes = _REMEDIES_UNDER_PATCH if checkpoint_is_patched else _REMEDIES
         for words, note in notes.items():
-            if words in said and note not in said:
+            if words in text and note not in text:
                 error.add_note(note)
         raise
 
 
 class Pullback:
-    """A recorded function, ready to take cotangents of its outputs to those of its inputs.
+    """Maps cotangents of the outputs of a recorded function to cotangents of its inputs.
 
-    What :func:`functx.vjp` returns as ``vjp_fn``. It keeps the residuals of the recorded function
-    until it is dropped, or called with ``retain_graph=False``.
+    :func:`functx.vjp` returns it as ``vjp_fn``. It keeps the residuals of the recorded function
+    until it is freed, or called with ``retain_graph=False``.
     """
 
     def __init__(self, inputs: Any, outputs: Any, spec: tree.TreeSpec) -> None:
         self.inputs, self.inputs_spec = tree.flatten(inputs)
-        level = {*map(_torch.level_of, self.inputs)}  # what is of another depends on none of them
-        # Edges, not the outputs: their memory is the caller's to keep.
+        # An output of another level depends on none of the inputs.
+        level = {*map(_torch.level_of, self.inputs)}
+        # Keep gradient edges, not the outputs, whose memory the caller may want to free.
         self._edges: list[Any] | None = [
             gradient_edge(out) if out.requires_grad and _torch.level_of(out) in level else None
             for out in outputs
         ]
         self._outputs_spec = spec
-        self.watch: sharding.Watch | None = None  # of what the function called
+        self.watch: sharding.Watch | None = None  # sees whether the function used sharded tensors
 
     def is_zero(self) -> bool:
-        """Whether the recorded function depends on none of the inputs, as far as its tape goes."""
+        """Whether no output of the recorded function depends on the inputs."""
         return all(edge is None for edge in self._edges or ())
 
     @uncompiled
@@ -143,25 +148,26 @@ class Pullback:
         Args:
             cotangents: A pytree like the function's output, of tensors of the same shapes.
             retain_graph: Keep the residuals, so that the pullback can be called again. With
-                ``False`` each goes as soon as it has been read.
-            create_graph: Let the levels around the transform, and plain autograd, record the
-                pullback, so that it can itself be differentiated. By default if grad mode is on.
+                ``False``, each residual is freed as soon as it has been read.
+            create_graph: Let outer transforms and plain autograd record the pullback, so that it
+                can itself be differentiated. By default this follows grad mode.
 
         Raises:
             RuntimeError: ``cotangents`` has another structure than the output, or the residuals
-                are gone.
+                have been freed.
         """
         gradients = self._pull(cotangents, retain_graph, create_graph)
-        # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
+        # A backward that returns a saved tensor unchanged returns a wrapper of the ended level.
         alive = [_torch.alive(gradient) for gradient in gradients]
         if self.watch is not None and self.watch.met:
             alive = sharding.pulled_once(alive)
         return tree.unflatten(self.inputs_spec, made_inside(alive))
 
     def feed(self, cotangents: Any, receive: Callable[[int, torch.Tensor], None]) -> None:
-        """Hands over each leaf's gradient, once summed over all uses, with its number; keeps none.
+        """Call ``receive(leaf, gradient)`` for each gradient as soon as it is complete.
 
-        A leaf that the outputs do not depend on may get none.
+        ``leaf`` is the number of the leaf. The gradients are not kept. For a leaf that the outputs
+        do not depend on, there may be no call.
         """
         with ExitStack() as hooks:
             for leaf, tensor in enumerate(self.inputs):
@@ -179,8 +185,8 @@ class Pullback:
             )
         if self._edges is None:
             raise RuntimeError(
-                "vjp_fn: the residuals are gone, because an earlier call passed "
-                "retain_graph=False; leave it out in all calls but the last"
+                "vjp_fn: the residuals were freed, because an earlier call passed "
+                "retain_graph=False. Pass it only in the last call"
             )
         through_fsdp: Any = nullcontext()
         if self.watch is not None and self.watch.met:
@@ -194,10 +200,10 @@ class Pullback:
         try:
             with (
                 through_fsdp,
-                ways_out(),
+                adding_remedies(),
                 _outside_inference_mode(),
                 compiler.without_compiled_autograd(),
-                _torch.RequiresGradAllowed(),  # puts the flag back, which the engine clears
+                _torch.RequiresGradAllowed(),  # restores the flag, which the engine clears
                 asking_for(inputs),
             ):
                 if taped and inputs:
@@ -218,7 +224,7 @@ class Pullback:
 
 
 def _hand_over(receive: Callable[..., None], leaf: int, gradient: torch.Tensor) -> torch.Tensor:
-    """A hook that gives a gradient away, and the engine zeros without memory to speak of."""
+    """A tensor hook that passes a gradient on, and gives the engine zeros of one element."""
     receive(leaf, *made_inside([_torch.alive(gradient)]))
     if gradient.layout is not torch.strided:
         return torch.zeros_like(gradient)
@@ -236,20 +242,27 @@ def record(
     check_output: Callable[[Any], None] | None = None,
     once: bool = False,
 ) -> tuple[Any, Any, Pullback]:
-    """Runs ``func`` in a grad level of its own, which has ended when this returns.
+    """Run ``func`` in a new grad level, which has ended when this function returns.
 
-    Arguments are pytrees of anything; those that ``argnums`` names are differentiated.
-    ``check_output`` looks at the output inside the level; by default all of it must be tensors that
-    can have derivatives. ``once`` says that the pullback is called once, and not under ``vmap``.
+    Args:
+        func: the function.
+        args: its arguments, pytrees of any values.
+        kwargs: its keyword arguments.
+        argnums: which arguments are differentiated.
+        has_aux: whether ``func`` returns a pair of output and aux.
+        api: the name to use in errors.
+        check_output: checks the output inside the level. By default all leaves must be tensors that
+            can have derivatives.
+        once: whether the pullback is called only once, and not under ``vmap``.
 
     Returns:
-        The output, the auxiliary output or ``None``, and the pullback to the argument, or the tuple
-        of them, that is differentiated.
+        The output, the aux or ``None``, and the pullback. The pullback returns the cotangent of the
+        differentiated argument, or a tuple of cotangents if ``argnums`` is a tuple.
     """
     positions = validate.resolve_argnums(argnums, len(args), api)
     validate.check_inputs(args, positions, api)
     args, kwargs = taken_in(api, (args, kwargs))
-    norms = norm_derivatives.around((args, kwargs), once=once)  # asked for outside of the new level
+    norms = norm_derivatives.around((args, kwargs), once=once)  # this counts only outer levels
     entry = StackGuard(None)
     try:
         with (
@@ -268,7 +281,7 @@ def record(
 
             def leave(leaf: Any) -> Any:
                 value = _torch.unwrap_grad(leaf, level) if isinstance(leaf, torch.Tensor) else leaf
-                if value is not leaf:  # else it is of nobody here, and passed on as it is
+                if value is not leaf:  # else it does not belong to this level
                     made.append(value)
                 return value
 
@@ -297,21 +310,22 @@ def record(
 
 
 def _check_nothing_lost(pullback: Pullback, api: str) -> None:
-    """Looks for gradients that the function itself has dropped, which would come out as zeros."""
+    """Detect derivatives that the function itself has dropped, and that would be zero."""
     if not all(map(_requires_grad, pullback.inputs)):
         raise RuntimeError(
-            f"{api}: the function has switched requires_grad off for an argument that is "
-            "differentiated, by requires_grad_(False) or by assignment, so its gradient would be "
-            "zeros. Leave it on, and differentiate with respect to fewer arguments (argnums=)."
+            f"{api}: the function turned requires_grad off for an argument that is differentiated, "
+            "by requires_grad_(False) or by assignment, so its gradient would be zeros. Leave "
+            "requires_grad on, or differentiate with respect to fewer arguments (argnums=)."
         )
-    # The engine clears the flag, and functx puts it back after backward passes of its own.
+    # The engine clears this flag, and functx's own backward passes restore it. So if the flag is
+    # cleared, the function has run a backward pass of torch.
     if not _torch.requires_grad_is_allowed() and pullback.is_zero():
         file, line, _ = line_of(where())
         message = (
             f"{api}: all derivatives are zeros. The output depends on none of the differentiated "
-            "arguments, and the function has run a backward pass: without create_graph=True its "
-            "results are constants. Pass torch.autograd.grad(..., create_graph=True), or call "
-            "functx.grad in its place."
+            "arguments, and the function has run a backward pass, whose results are constants "
+            "without create_graph=True. Call torch.autograd.grad(..., create_graph=True), or "
+            "functx.grad instead."
         )
         warnings.warn_explicit(message, RuntimeWarning, file, line)
 
@@ -321,7 +335,7 @@ _requires_grad = attrgetter("requires_grad")
 
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    """Leaves inference mode, in which nothing can record, and grad mode as it is."""
+    """A context that turns inference mode off, since autograd can't record in it."""
     grad, inferring = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     with torch.inference_mode(False) if inferring else nullcontext(), torch.set_grad_enabled(grad):
         yield
@@ -329,7 +343,7 @@ def _outside_inference_mode() -> Iterator[None]:
 
 @contextmanager
 def _hooks_disabled() -> Iterator[None]:
-    """No saved-tensor hooks inside: an error says what to use instead."""
+    """A context in which saved-tensor hooks raise an error that says what to use instead."""
     message = _HOOKS_UNDER_PATCH if checkpoint_is_patched else _NO_HOOKS
-    with ways_out(), disable_saved_tensors_hooks(message), _torch.RequiresGradAllowed():
+    with adding_remedies(), disable_saved_tensors_hooks(message), _torch.RequiresGradAllowed():
         yield

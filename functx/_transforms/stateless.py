@@ -1,13 +1,13 @@
-"""`functional_call`: a module is called with other parameters and buffers, and is left as it was.
+"""`functional_call`: call a module with other parameters and buffers, and leave it as it was.
 
 NOTE [slots]
-A tensor of a module lies in a *slot*. A slot has two names where the module that it belongs to is
+A tensor of a module is stored in a *slot*. A slot has two names if the module that owns it is
 registered twice: ``self.a = layer; self.blocks = nn.ModuleList([self.a])``. torch's own
-``functional_call`` swaps name by name, and puts back in the same order. The original that it notes
-for the second name is the replacement that it has set by the first one, and this replacement stays
-in the module: it is not a ``Parameter``, so the module silently stops training. Here all slots are
-found before anything is set, each is set once, and each gets back exactly the object that it held,
-whatever ends the call.
+``functional_call`` swaps tensors name by name, and restores them in the same order. For the second
+name, it notes as original the replacement that it has set by the first name. So this replacement
+stays in the module. It is not a ``Parameter``, and the module silently stops training. functx finds
+all slots before it sets anything, sets each slot once, and restores exactly the object that the
+slot held, also after an error or an interrupt.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ def functional_call(
 ) -> Any:
     """Call a module with other parameters and buffers: :func:`torch.func.functional_call`.
 
-    Afterwards every parameter, buffer and attribute of the module is the object that it was before,
-    also if the call raises or is interrupted, and also where torch leaves a replacement behind: in
-    a module that has one submodule under two names.
+    Afterwards every parameter, buffer and attribute of the module is the same object as before,
+    also if the call raises an error or is interrupted. This also holds for a module that has one
+    submodule under two names, where torch leaves a replacement behind.
 
     Args:
         module: The module to call.
         parameter_and_buffer_dicts: Tensors by name, in a dict, or in several dicts that have no
-            name in common. What the module does not find here, it takes from itself. A buffer that
-            the module replaces during the call is written back to the dict, if it is one dict.
+            name in common. For names that are missing, the module uses its own tensors. A buffer
+            that the module replaces during the call is written back to the dict, if it is one dict.
         args: The positional arguments, a tuple. Anything else is the only argument.
         kwargs: The keyword arguments.
         tie_weights: Whether one value is enough for a tensor that the module has under several
-            names. With ``False`` each name counts for itself; of two names of one slot (a submodule
-            that is registered twice) the one that comes last in the dict counts.
-        strict: Whether to refuse missing and unexpected names.
+            names. With ``False`` each name is set separately; if two names share a slot (in a
+            submodule that is registered twice), the later one in the dict is used.
+        strict: Whether missing and unexpected names are errors.
 
     Returns:
-        What the module returns.
+        The result of the module.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Module``, or a value is not a tensor.
         ValueError: Two dicts have a name in common; tied names have different values; or a name is
-            that of a parametrized tensor, and not of what the parametrization is applied to.
-        RuntimeError: With ``strict``, names are missing or unexpected; the module is one of
-            TorchScript or ``nn.DataParallel``.
+            that of a parametrized tensor, instead of the original that it is computed from.
+        RuntimeError: With ``strict``, names are missing or unexpected; or the module is a
+            TorchScript module or ``nn.DataParallel``.
         AttributeError: A name leads through a submodule that does not exist.
 
     Example:
@@ -73,12 +73,12 @@ def functional_call(
         >>> type(layer.weight).__name__
         'Parameter'
     """
-    given = _merged(parameter_and_buffer_dicts)
-    _check(module, given)
-    refuse_sharded(module, _NAME, [*given])
-    values = _with_tied_names(module, given, tie_weights, strict)
+    replacements = _merged(parameter_and_buffer_dicts)
+    _check(module, replacements)
+    refuse_sharded(module, _NAME, [*replacements])
+    values = _with_tied_names(module, replacements, tie_weights, strict)
     found = _slots(module, values)
-    # By slot, so that each is set, and put back, once; see NOTE [slots].
+    # By slot, so that each slot is set and restored once; see NOTE [slots].
     chosen = {slot.key: (slot, values[name]) for name, slot in found.items()}
     before = [(slot, _original(slot)) for slot, _ in chosen.values()]
     recurrent = slots.recurrent_states(slot.owner for slot, _ in before)
@@ -92,7 +92,7 @@ def functional_call(
         return module(*args, **(kwargs or {}))
     finally:
         try:
-            _write_back(given, found)
+            _write_back(replacements, found)
             _put_back(before, recurrent)
         except BaseException:  # a second interrupt
             _put_back(before, recurrent)
@@ -100,7 +100,7 @@ def functional_call(
 
 
 def _merged(dicts: Any) -> dict[str, Tensor]:
-    """One dict: the one that was given, or what several that were given have together."""
+    """The dict that the caller passed, or the union of several dicts."""
     if isinstance(dicts, dict):
         return dicts
     if not isinstance(dicts, Sequence):
@@ -123,15 +123,15 @@ def _merged(dicts: Any) -> dict[str, Tensor]:
     return merged
 
 
-def _check(module: Any, given: dict[str, Tensor]) -> None:
-    """Raises for a module that can't be called with other parameters, and for wrong values."""
+def _check(module: Any, replacements: dict[str, Tensor]) -> None:
+    """Raise an error for a module that can't have other parameters, and for wrong values."""
     if torch.jit.is_tracing() or isinstance(module, slots.ScriptModules):
         raise RuntimeError("The stateless API can't be used with Jitted modules")
     if isinstance(module, nn.DataParallel):
         raise RuntimeError("The stateless API can't be used with nn.DataParallel module")
     if not isinstance(module, nn.Module):
         raise TypeError(f"{_NAME}: expected an nn.Module, got {type(module).__name__}")
-    for name, value in given.items():
+    for name, value in replacements.items():
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(
                 f"{_NAME}: the value of {name!r} is a {type(value).__name__}, which is not an "
@@ -140,10 +140,10 @@ def _check(module: Any, given: dict[str, Tensor]) -> None:
 
 
 def _with_tied_names(
-    module: nn.Module, given: dict[str, Tensor], tie_weights: bool, strict: bool
+    module: nn.Module, replacements: dict[str, Tensor], tie_weights: bool, strict: bool
 ) -> dict[str, Tensor]:
-    """The values by name, also for names that are tied to one that is given."""
-    values = dict(given)
+    """The values by name, including names that are tied to a name in ``replacements``."""
+    values = dict(replacements)
     if not (tie_weights or strict):
         return values
     of_tensor: dict[int, list[str]] = defaultdict(list)
@@ -153,8 +153,8 @@ def _with_tied_names(
         for names in of_tensor.values():
             if len(names) == 1:
                 continue
-            chosen = [name for name in names if name in given]
-            if len({id(given[name]) for name in chosen}) > 1:
+            chosen = [name for name in names if name in replacements]
+            if len({id(replacements[name]) for name in chosen}) > 1:
                 raise ValueError(
                     f"functional_call got multiple values for keys {sorted(chosen)}, which are "
                     "tied. Pass one of them, or the same tensor for all of them. Consider using "
@@ -162,21 +162,21 @@ def _with_tied_names(
                     "values"
                 )
             if chosen:
-                values |= dict.fromkeys(names, given[chosen[0]])
+                values |= dict.fromkeys(names, replacements[chosen[0]])
     if strict:
-        known = {name for names in of_tensor.values() for name in names}
-        unexpected, missing = sorted(values.keys() - known), sorted(known - values.keys())
+        existing = {name for names in of_tensor.values() for name in names}
+        unexpected, missing = sorted(values.keys() - existing), sorted(existing - values.keys())
         wrong = {"Unexpected": unexpected, "Missing": missing}
-        said = [f"{what} key(s): {', '.join(map(repr, ks))}." for what, ks in wrong.items() if ks]
-        if said:
+        lines = [f"{what} key(s): {', '.join(map(repr, ks))}." for what, ks in wrong.items() if ks]
+        if lines:
             raise RuntimeError(
-                f"Error(s) in reparametrizing for {type(module).__name__}:\n\t" + "\n\t".join(said)
+                f"Error(s) in reparametrizing for {type(module).__name__}:\n\t" + "\n\t".join(lines)
             )
     return values
 
 
 def _slots(module: nn.Module, names: Iterable[str]) -> dict[str, Slot]:
-    """The slot that each name means, by attributes from the module on."""
+    """The slot for each name, found by attribute lookups that start at the module."""
     owners: dict[str, Any] = {"": module}
     found: dict[str, Slot] = {}
     for path in names:
@@ -189,33 +189,34 @@ def _slots(module: nn.Module, names: Iterable[str]) -> dict[str, Slot]:
             inner = f"{way}." * bool(way) + f"parametrizations.{name}.original"
             originals = [n for n, _ in slots.named_tensors(module) if n.startswith(inner)]
             raise ValueError(
-                f"{_NAME}: {path!r} is computed by a parametrization, and to replace it would "
-                f"write into what it is computed from. Replace that: {', '.join(originals)}. Or "
+                f"{_NAME}: {path!r} is computed by a parametrization, so replacing it would write "
+                f"to the original tensors. Replace these instead: {', '.join(originals)}. Or "
                 "remove the parametrization: torch.nn.utils.parametrize.remove_parametrizations"
             )
     return found
 
 
-def _submodule(known: dict[str, Any], path: str) -> nn.Module:
-    """The module that a path leads to by attributes; ``known`` is kept, and has the root."""
+def _submodule(cache: dict[str, Any], path: str) -> nn.Module:
+    """The submodule at a path of attributes. ``cache`` has the modules found, and the root."""
     way, _, part = path.rpartition(".")
-    outer = known[way] if way in known else _submodule(known, way)
+    outer = cache[way] if way in cache else _submodule(cache, way)
     owner = getattr(outer, part, MISSING)
     if owner is MISSING:
         raise AttributeError(
-            f"{_NAME}: {path!r} leads nowhere: {type(outer).__name__} has no attribute `{part}`"
+            f"{_NAME}: there is no submodule {path!r}: {type(outer).__name__} has no attribute "
+            f"`{part}`"
         )
     if not isinstance(owner, nn.Module):
         raise TypeError(
-            f"{_NAME}: {path!r} leads nowhere: {part!r} is a {type(owner).__name__}, which is not "
-            "an instance of torch.nn.Module"
+            f"{_NAME}: there is no submodule {path!r}: {part!r} is a {type(owner).__name__}, which "
+            "is not an instance of torch.nn.Module"
         )
-    known[path] = owner
+    cache[path] = owner
     return owner
 
 
 def _original(slot: Slot) -> Any:
-    """What a slot holds before the call."""
+    """The value of a slot before the call; an error if it is not a tensor."""
     value = slot.read()
     if value is MISSING or value is None or isinstance(value, Tensor):
         return value
@@ -225,16 +226,16 @@ def _original(slot: Slot) -> Any:
     )
 
 
-def _write_back(given: dict[str, Tensor], found: dict[str, Slot]) -> None:
-    """Tell the caller's dict of what the module has put in the place of what it was given."""
-    for name, before in given.items():
+def _write_back(replacements: dict[str, Tensor], found: dict[str, Slot]) -> None:
+    """Write values that the module has assigned during the call to the caller's dict."""
+    for name, before in replacements.items():
         now = found[name].read()
         if now is not before and now is not MISSING:
-            given[name] = now
+            replacements[name] = now
 
 
 def _put_back(before: list[tuple[Slot, Any]], recurrent: list[tuple[Any, Any]]) -> None:
-    """Give every slot the object that it held."""
+    """Restore the original object of every slot."""
     for slot, value in before:
         slot.put(value)
     for owner, state in recurrent:

@@ -1,4 +1,4 @@
-"""``vmap``: torch's, which regions around and masks of Hugging Face's models get along with."""
+"""``vmap``: torch's ``vmap``, which regions can record and Hugging Face's masks accept."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The arguments of one call: which leaves hold one entry an example, and slices of them.
+"""The arguments of one call: which leaves have an entry for each example, and slices of them.
 
-Random numbers are those of ``vmap`` whatever the chunks are: ``"error"`` also forbids them to one
-example that runs without it, and for ``"same"`` each chunk starts from the state in which the first
-one started.
+Random numbers follow the rules of ``vmap`` for any size of chunks. With ``"error"``, an example
+that runs without ``vmap`` may not draw either. With ``"same"``, each chunk starts from the random
+state in which the first one started.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ InDims = int | tuple[Any, ...] | list[Any] | None
 
 @dataclass
 class ChunkedCall:
-    """What all chunks of one call share."""
+    """The state that all chunks of one call share."""
 
     api: str = "per_sample"
-    module: torch.nn.Module | None = None  # whose parameters are differentiated
+    module: torch.nn.Module | None = None  # the module whose parameters are differentiated
     plain_embeddings: bool = False  # whether chunks need `PlainEmbeddings`
-    has_several_batches: bool = False  # whether an iterator of batches was given
+    has_several_batches: bool = False  # whether the caller passed an iterator of batches
     carried: CarriedState = field(init=False)
 
     def __post_init__(self) -> None:
         self.carried = CarriedState(self.api, self.module)
 
     def run(self, chunk: Callable[[], Any], randomness: str) -> Any:
-        """Run a chunk; if its embeddings turn out to need it, once more with plain ones."""
+        """Run a chunk. If an embedding in it raises an error, run it again in `PlainEmbeddings`."""
         if self.plain_embeddings:
             with PlainEmbeddings():
                 return chunk()
@@ -59,34 +59,34 @@ class ChunkedCall:
 
 @dataclass(frozen=True)
 class Batch:
-    """Positional arguments of which some leaves hold one entry an example."""
+    """The arguments of a batch, or of a chunk of a batch, as a list of leaves."""
 
-    given: tuple[Any, ...]  # the arguments as the caller passed them; only their structure is used
-    leaves: list[Any]  # of all arguments; a TensorDict whose batch size has examples is one leaf
-    specs: list[tuple[tree.TreeSpec, int]]  # of each argument, the structure and number of leaves
-    dims: list[int | None]  # for each leaf the dimension of the examples, None where it is shared
-    size: int  # how many examples there are
-    kwargs: dict[str, Any]  # shared
-    positions: tuple[int, ...]  # of the differentiated arguments
-    start: int  # the position of the first example among all of the call
+    args: tuple[Any, ...]  # the caller's positional arguments; only their structure is used
+    leaves: list[Any]  # of all arguments; a TensorDict with examples in its batch size is one leaf
+    specs: list[tuple[tree.TreeSpec, int]]  # for each argument, its structure and its leaves
+    dims: list[int | None]  # for each leaf, the dimension of the examples; None if it is shared
+    size: int  # the number of examples
+    kwargs: dict[str, Any]  # keyword arguments, which all examples share
+    positions: tuple[int, ...]  # positions of the differentiated arguments
+    start: int  # position of the first example among all examples of the call
     whole: tuple[int, int]  # position and size of the batch that this is a chunk of
     call: ChunkedCall = field(default_factory=ChunkedCall, compare=False, repr=False)
 
     def chunk(self, start: int, stop: int) -> Batch:
         """The examples from ``start`` to ``stop``, as views."""
         if (start, stop) == (0, self.size):
-            return self  # which sparse tensors have no view of
+            return self  # a sparse tensor can't be sliced as a view
         leaves = self._each(lambda leaf, dim: _part(leaf, dim, slice(start, stop)))
         return replace(self, leaves=leaves, size=stop - start, start=self.start + start)
 
     def take(self, index: torch.Tensor) -> Batch:
-        """The examples that an index names, as copies."""
+        """The examples at some indices, as copies."""
         leaves = self._each(lambda leaf, dim: _part(leaf, dim, index))
         whole, call = (0, len(index)), replace(self.call)
         return replace(self, leaves=leaves, size=len(index), start=0, whole=whole, call=call)
 
     def zeros(self) -> Batch:
-        """One example of zeros, like those that are missing."""
+        """A batch with one example, of zeros. It is used if a call has no examples."""
         leaves = self._each(
             lambda leaf, dim: leaf.new_zeros((*leaf.shape[:dim], 1, *leaf.shape[dim + 1 :]))
         )
@@ -99,7 +99,7 @@ class Batch:
         ]
 
     def of_differentiated(self, each: Sequence[Any]) -> list[Any]:
-        """The part of ``each``, a list with an entry for each leaf, for what is differentiated."""
+        """From ``each``, with an entry per leaf, select those of the differentiated leaves."""
         ends = [0, *itertools.accumulate(count for _, count in self.specs)]
         return [one for at in self.positions for one in each[ends[at] : ends[at + 1]]]
 
@@ -110,16 +110,16 @@ class Batch:
 
     @property
     def alone(self) -> bool:
-        """Whether this is one example, which runs as it is, without the limitations of ``vmap``."""
+        """Whether this is a single example, which runs without ``vmap`` and its limitations."""
         return self.size == 1 and not _torch.transforming()
 
     def map(
         self, func: Callable[..., Any], randomness: str
     ) -> tuple[list[torch.Tensor], tree.TreeSpec]:
-        """``func`` of each example: by ``vmap``, or of one alone.
+        """Call ``func`` on each example: by ``vmap``, or directly if there is only one.
 
         Returns the leaves, of shape ``(c, ...)``, and the structure of the result of one example.
-        `stacked` rebuilds the result once, at the end, since a class of the user may check the
+        `stacked` rebuilds the structure once, at the end, since a class of the user may check the
         shapes of its tensors.
         """
         structure: list[tree.TreeSpec] = []
@@ -147,11 +147,11 @@ class Batch:
             return [*mapped(*self.leaves)], structure[-1]
         except RuntimeError as error:
             if "randomness error mode" in str(error):
-                error.add_note("per_sample: give it randomness='different', or 'same'.")
+                error.add_note("per_sample: pass randomness='different' or randomness='same'.")
             raise
 
     def signature(self) -> tuple[Any, ...]:
-        """What two batches share that differ in values and in the number of examples only."""
+        """A key that is equal for batches that differ only in values and number of examples."""
 
         def of(leaf: Any, dim: int | None) -> Any:
             if tree.is_tensor_dict(leaf):
@@ -186,26 +186,26 @@ def stacked(spec: tree.TreeSpec, leaves: Sequence[torch.Tensor]) -> Any:
 
 
 def shape_of_one(leaf: torch.Tensor, dim: int | None) -> torch.Size:
-    """The shape of a leaf for one example, of which ``dim`` holds all."""
+    """The shape of a leaf for one example. ``dim`` is the dimension of the examples."""
     return leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Which examples of a call count, where results of those that ran are put in their places."""
+    """Which examples of a call count. The others are padding and do not run."""
 
-    size: int  # all examples, padding too
-    kept: torch.Tensor | None = None  # the indices of those that count; None if all do
-    empty: bool = False  # whether none counts, and the only one that ran was invented
+    size: int  # the number of all examples, including padding
+    indices: torch.Tensor | None = None  # the indices of the examples that count; None if all do
+    empty: bool = False  # whether no example counts; then one example of zeros has run
 
     def rows(self, leaf: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Entries of the examples that ran as entries of all, zeros where one does not count."""
+        """Expand entries of the examples that ran to entries of all examples, zeros for padding."""
         if self.empty:
             leaf = leaf.narrow(dim, 0, 0)
-        if self.kept is None:
+        if self.indices is None:
             return leaf
         whole = leaf.new_zeros(*leaf.shape[:dim], self.size, *leaf.shape[dim + 1 :])
-        return whole.index_copy(dim, self.kept.to(leaf.device), leaf)
+        return whole.index_copy(dim, self.indices.to(leaf.device), leaf)
 
 
 def batch_of(
@@ -215,7 +215,7 @@ def batch_of(
     positions: tuple[int, ...],
     api: str,
 ) -> Batch:
-    """The arguments of one call, with the examples found in them."""
+    """Find the examples in the arguments of one call."""
     found = [
         tree.flatten(arg, None if position in positions else _is_mapped_whole)
         for position, arg in enumerate(args)
@@ -228,24 +228,25 @@ def batch_of(
         where = f"{api}: in_dims maps over dimension {dim} of {describe(leaf)}"
         if not isinstance(leaf, torch.Tensor) and not _is_mapped_whole(leaf):
             raise ValueError(
-                f"{where} of type {type(leaf).__name__}; only tensors hold examples, use None there"
+                f"{where} of type {type(leaf).__name__}; only tensors can be mapped, use None there"
             )
         if not -leaf.dim() <= dim < leaf.dim():
             raise ValueError(
-                f"{where}, which it does not have; give in_dims, with None for what all share"
+                f"{where}, which it does not have; pass in_dims, with None for arguments that all "
+                "examples share"
             )
         dims[at] = dim % leaf.dim()
     sizes = {leaf.shape[dim] for leaf, dim in zip(leaves, dims) if dim is not None}
     if not sizes:
         raise ValueError(
-            f"{api}: no argument has a batch dimension: the differentiated ones (argnums) are "
-            "shared unless in_dims says otherwise, and keyword arguments always are"
+            f"{api}: no argument has a batch dimension. Differentiated arguments (argnums) are "
+            "shared unless in_dims maps over them, and keyword arguments are always shared"
         )
     size, *others = sorted(sizes)
     if others:
         raise ValueError(
             f"{api}: expected all tensors to have the same number of examples, got sizes "
-            f"{[size, *others]}; give in_dims, with None for what all examples share"
+            f"{[size, *others]}; pass in_dims, with None for arguments that all examples share"
         )
     return Batch(args, leaves, specs, dims, size, kwargs, positions, 0, (0, size))
 
@@ -281,22 +282,22 @@ def _flat_dims(
 
 
 def _is_batched(leaf: Any, api: str) -> bool:
-    """Whether a leaf holds examples, by default."""
+    """Whether a leaf is mapped over if the caller does not pass ``in_dims``."""
     if isinstance(leaf, torch.Tensor) or _is_mapped_whole(leaf):
         return True
     inside = [*_inside(leaf)]
-    inside += [one for part in inside for one in contents(part) or ()]  # of a UserDict, say
+    inside += [one for part in inside for one in contents(part) or ()]  # for UserDict and the like
     if any(is_of(one, torch.Tensor) for one in inside):
         raise ValueError(
-            f"{api}: a {type(leaf).__name__}, which holds tensors, is no pytree: pass a dict or a "
-            "tuple of them, or register it with torch.utils._pytree; or give in_dims, with None "
-            "for what all examples share"
+            f"{api}: {type(leaf).__name__} has tensors in it but is not a pytree. Pass a dict or a "
+            "tuple of tensors, or register the class with torch.utils._pytree; or pass in_dims, "
+            "with None for arguments that all examples share"
         )
     return False
 
 
 def _inside(leaf: Any) -> Iterator[Any]:
-    """The values that an object holds, as far as they can be read without running its code."""
+    """The values in an object that can be read without running its code."""
     yield from contents(leaf) or ()
     yield from (attributes(leaf) or {}).values()
     if type(leaf) is MappingProxyType:
@@ -304,19 +305,19 @@ def _inside(leaf: Any) -> Iterator[Any]:
     for cls in type(leaf).__mro__:
         for slot in vars(cls).values():
             if type(slot) is MemberDescriptorType and slot.__objclass__ is cls:
-                with suppress(AttributeError):  # not set
+                with suppress(AttributeError):  # the slot is not set
                     yield slot.__get__(leaf)
 
 
 def _is_mapped_whole(one: Any) -> bool:
-    """Whether an argument, or a part of one, is a TensorDict whose batch size has examples."""
+    """Whether ``one`` is a TensorDict with a batch size, over which it is mapped as one leaf."""
     return tree.is_tensor_dict(one) and one.ndim > 0
 
 
 def split_batches(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]] | None:
     """The arguments of each batch, if the last one is an iterator (or a DataLoader) of batches.
 
-    Each batch is a tuple or list of the positional arguments from there on, or the only one.
+    Each batch is a tuple or list of the remaining positional arguments, or the only such argument.
     """
     kinds = (Iterator, torch.utils.data.DataLoader)
     if not args or isinstance(args[-1], torch.Tensor) or not isinstance(args[-1], kinds):
@@ -326,7 +327,7 @@ def split_batches(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]] | None:
 
 
 def joined(batches: Sequence[Batch]) -> tuple[Any, ...]:
-    """The arguments of several batches in one."""
+    """The arguments of several batches, concatenated."""
     leaves = [
         own[0] if dim is None else torch.cat(own, dim)
         for dim, *own in zip(batches[0].dims, *(batch.leaves for batch in batches), strict=True)
@@ -336,7 +337,7 @@ def joined(batches: Sequence[Batch]) -> tuple[Any, ...]:
     return tuple(tree.unflatten(spec, itertools.islice(it, count)) for spec, count in specs)
 
 
-def kept_rows(is_padding: Any, size: int, api: str) -> torch.Tensor | None:
+def counted_rows(is_padding: Any, size: int, api: str) -> torch.Tensor | None:
     """The indices of the examples that count; ``None`` if all do."""
     if is_padding is None:
         return None
@@ -356,13 +357,13 @@ _FORBIDDEN = (
 
 
 def random_state() -> list[torch.Tensor]:
-    """The states of torch's default generators, of those devices that are in use."""
+    """The states of torch's default generators, for CPU and for CUDA if it is in use."""
     on_device = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *on_device]
 
 
 def restore_random_state(saved: list[torch.Tensor]) -> None:
-    """Puts the default generators back."""
+    """Restore the default generators."""
     torch.set_rng_state(saved[0])
     if saved[1:]:
         torch.cuda.set_rng_state_all(saved[1:])
@@ -370,7 +371,7 @@ def restore_random_state(saved: list[torch.Tensor]) -> None:
 
 @contextmanager
 def _allowed(randomness: str) -> Iterator[None]:
-    """Raises, for ``"error"``, if what runs inside draws random numbers, as ``vmap`` does."""
+    """With ``"error"``, raise the error of ``vmap`` if code inside draws random numbers."""
     if randomness != "error":
         yield
         return

@@ -1,4 +1,4 @@
-"""A function of one example as a function of a batch: options and arguments checked, chunks run."""
+"""Turn a function of one example into a function of a batch: check arguments, run chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from functx.per_sample._batch import (
     Counted,
     InDims,
     batch_of,
-    kept_rows,
+    counted_rows,
     split_batches,
 )
 from functx.per_sample._chunks import Chunks, Reduction
@@ -36,14 +36,14 @@ _LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.We
 class BatchedFunction:
     """A function of one example, and the options that all functions of ``per_sample`` have."""
 
-    func: Any  # once checked, one that takes the parameters of a module first
-    argnums: Argnums | None  # None where nothing is differentiated
+    func: Any  # for a module, replaced by a function that takes its parameters first
+    argnums: Argnums | None  # None if nothing is differentiated
     in_dims: InDims
     chunks: Chunks
-    outputs: bool = False  # whether any tensors may be returned, and a module needs no criterion
+    outputs: bool = False  # whether the result may be any tensors, without a criterion
     has_aux: bool = False
-    compiled: Any = None  # runs chunks compiled, if that was asked for
-    # Whether factors of gradients are worth looking for, by signatures of batches.
+    compiled: Any = None  # runs compiled chunks, if the caller passed ``compile``
+    # By signature of a batch, whether it is worth looking for factors of gradients.
     worth_factors: dict[Any, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -56,8 +56,8 @@ class BatchedFunction:
             self._module, self.func = func[0], module_loss(func[0], func[1], self.outputs)
         elif isinstance(func, torch.nn.Module) and self.argnums is not None:
             raise TypeError(
-                f"{api}: got the module {type(func).__name__} alone; pass a pair (module, "
-                "criterion), or a function of parameters and one example"
+                f"{api}: got the module {type(func).__name__} without a criterion; pass a pair "
+                "(module, criterion), or a function of parameters and one example"
             )
         validate.check_callable(self.func, api)
         if self.argnums is not None:
@@ -65,16 +65,17 @@ class BatchedFunction:
         if self._module is not None:
             if self.argnums != 0:
                 raise ValueError(
-                    f"{api}: of a module the parameters are differentiated, argnums={self.argnums}"
+                    f"{api}: with a module, its parameters are differentiated; leave out "
+                    f"argnums={self.argnums}"
                 )
             if isinstance(self.in_dims, int):
                 raise ValueError(
-                    f"{api}: in_dims of a module must be a tuple, an entry for each argument"
+                    f"{api}: with a module, in_dims must be a tuple with an entry for each argument"
                 )
             self.in_dims = None if self.in_dims is None else (None, *self.in_dims)
 
     def over_batch(self, make: Callable[[Batch], Reduction]) -> Callable[..., Any]:
-        """A function of a batch: the result of a reduction."""
+        """A function of a batch that runs the reduction of ``make`` and returns its result."""
 
         @functools.wraps(self.func, updated=())
         def of_batch(*args: Any, **kwargs: Any) -> Any:
@@ -85,9 +86,10 @@ class BatchedFunction:
 
     @contextmanager
     def arguments(self, args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        """The arguments with the module's parameters in front; nothing is recorded outside.
+        """A context with the arguments of a call, preceded by the parameters of a module.
 
-        One thread at a time: while the module runs, others' parameters are in the place of its own.
+        With a module, outer autograd records nothing. Threads take turns for one module, because
+        its parameters are replaced while it runs.
         """
         if self._module is None:
             yield args
@@ -103,35 +105,36 @@ class BatchedFunction:
         return validate.resolve_argnums(argnums, len(args), self.api)
 
     def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
-        """The arguments, with the examples found in them."""
+        """Find the examples in the arguments."""
         return batch_of(args, kwargs, self.in_dims, self.positions(args), self.api)
 
     def differentiated(self, batch: Batch) -> Any:
         """The differentiated argument, or the tuple of them."""
-        args = batch.given
+        args = batch.args
         chosen = tuple(args[position] for position in batch.positions)
         return chosen[0] if isinstance(self.argnums, int) else chosen
 
     def run(
         self, make: Callable[[Batch], Reduction], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The result of the reduction that ``make`` makes for the first batch."""
+        """Run all batches; returns the result of the reduction, which ``make`` makes."""
         is_padding = kwargs.pop("is_padding_example", None)
         batches = split_batches(args)
         if batches is not None and is_padding is not None:
             raise ValueError(
-                f"{self.api}: is_padding_example goes with one batch, not with an iterator of them"
+                f"{self.api}: is_padding_example can be used with one batch, not with an iterator "
+                "of batches"
             )
         reduction: Reduction | None = None
-        kept, total, seen = None, 0, 0
+        counted, total, seen = None, 0, 0
         special = self._module is not None and has_special_embeddings(self._module)
         call = ChunkedCall(self.api, self._module, special, batches is not None)
         for one in [args] if batches is None else batches:
             batch = replace(self.batch(one, kwargs), call=call)
-            kept = kept_rows(is_padding, batch.size, self.api)
+            counted = counted_rows(is_padding, batch.size, self.api)
             total += batch.size
-            if kept is not None:
-                batch = replace(batch.take(kept), call=call)
+            if counted is not None:
+                batch = replace(batch.take(counted), call=call)
             make_again = functools.partial(make, batch)
             reduction = reduction or make_again()
             self._check_whole(batch)
@@ -140,19 +143,21 @@ class BatchedFunction:
                 self.chunks.run(batch, reduction, make_again)
             seen += batch.size
         if reduction is None:
-            raise ValueError(f"{self.api}: the iterator has no batch; it may be used up")
-        if not seen:  # what the loss returns has a shape also where there is no example
+            raise ValueError(
+                f"{self.api}: the iterator has no batch; it may be exhausted. Pass a new one"
+            )
+        if not seen:  # run one example of zeros to find the shapes of the result
             reduction.stack_rows(batch.zeros())
             reduction.add()
-        return reduction.result(Counted(total, kept, empty=not seen))
+        return reduction.result(Counted(total, counted, empty=not seen))
 
     def _check_whole(self, batch: Batch) -> None:
-        """Raises ``ValueError`` for parameters that are spread over processes."""
+        """Raises ``ValueError`` if parameters are DTensors and would run under ``vmap``."""
         if self._module is not None and 1 in (batch.size, self.chunks.chunk_size):
             return
         if any(type(leaf).__name__ == "DTensor" for leaf in batch.leaves):
             raise ValueError(
-                f"{self.api}: parameters are DTensors, which vmap can't run. Of a module in tensor "
-                "parallelism give a pair (module, criterion) and chunk_size=1; or keep the whole "
-                "module in every process, and add up with process_group"
+                f"{self.api}: parameters are DTensors, which vmap can't run. For a module in "
+                "tensor parallelism, pass a pair (module, criterion) and chunk_size=1; or keep the "
+                "whole module in every process, and pass process_group to sum over processes"
             )

@@ -1,9 +1,9 @@
-"""Per-example gradients of a few examples, each handed over as soon as it is complete.
+"""Compute the per-example gradients of a chunk, parameter by parameter.
 
-A gradient of one parameter is complete when all uses of the parameter have been pulled back. It is
-handed to `Arrivals` there and then: what these do not keep never exists together with the gradients
-of the other parameters. (A node on every *use*, as hooks on modules are, would see parts of a
-gradient; the norm of a sum is no sum of norms.)
+The gradient of a parameter is complete when all uses of the parameter have been pulled back. At
+that moment it is passed to `Arrivals`. If only its norm is needed, it is freed before the gradients
+of other parameters are computed. (Hooks on modules would not do: they see the gradient of each
+*use*, and the norm of a sum is not the sum of the norms.)
 """
 
 from __future__ import annotations
@@ -27,46 +27,49 @@ from functx.per_sample._chunks import followed, is_out_of_memory, warn
 from functx.per_sample._outer_products import KeepFactors, rows_of
 from functx.per_sample._sums import Factored, Rows, squared_norms
 
-# Factors are looked for where they spare this much of all gradients' numbers.
+# Look for factors only if they save this share of the elements of all gradients.
 _WORTH = 0.2
-# Examples of so many shapes are compiled for; after that it takes longer than it spares.
+# Compile for at most this many shapes of examples. With more, compiling takes longer than it saves.
 _SHAPES = 8
 
 
 @dataclass
 class Arrivals:
-    """The gradients of one chunk as they arrive: squared norms by group, and what is kept."""
+    """Collects the gradients of one chunk: squared norms by group, and the gradients if needed."""
 
-    groups: list[int] | None  # for each leaf the number of its group; None where no norms are taken
-    dtype: torch.dtype  # of squared norms
-    keeps: bool  # whether gradients are kept
-    factors: bool  # whether they may be known by factors
+    groups: list[int] | None  # for each leaf, the number of its group; None if norms are not needed
+    dtype: torch.dtype  # the dtype of squared norms
+    keeps_gradients: bool  # whether the gradients themselves are needed
+    factors: bool  # whether gradients may be represented by factors
     values: Any = field(init=False)  # the losses, of shape (c,)
     aux: list[Any] = field(init=False)  # leaves of shape (c, ...)
-    structure: Any = field(init=False)  # of the aux of one example
+    structure: Any = field(init=False)  # the structure of the aux of one example
     squares: dict[int, torch.Tensor] = field(init=False, default_factory=dict)  # by group
-    kept: dict[int, Rows] = field(init=False, default_factory=dict)  # by leaf
-    numbers: int = field(init=False, default=0)  # of all gradients
-    spared: int = field(init=False, default=0)  # of gradients known by their factors
+    gradients: dict[int, Rows] = field(init=False, default_factory=dict)  # by leaf
+    numbers: int = field(init=False, default=0)  # the elements of all gradients
+    spared: int = field(init=False, default=0)  # the elements of gradients that are factors
 
-    def gradient(self, leaf: int, rows: Rows) -> None:
-        """Take the gradients by one leaf, of shape ``(c, *leaf.shape)``."""
+    def add(self, leaf: int, rows: Rows) -> None:
+        """Add the gradients with respect to one leaf, of shape ``(c, *leaf.shape)``."""
         if self.groups is not None:
             group, square = self.groups[leaf], squared_norms(rows, self.dtype)
             self.squares[group] = self.squares[group] + square if group in self.squares else square
         self.numbers += rows.shape.numel()
         self.spared += rows.shape.numel() * isinstance(rows, Factored)
-        if self.keeps:
-            self.kept[leaf] = rows
+        if self.keeps_gradients:
+            self.gradients[leaf] = rows
 
 
 def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals) -> Arrivals:
-    """Runs the loss on each example, and hands over the gradients to new ``arrivals``."""
+    """Run the loss on each example, and pass the gradients to ``arrivals``, which is empty.
+
+    Returns ``arrivals``, or a fresh copy of it if the chunk had to run again.
+    """
     key, hints = (batch.alone, batch.signature()), function.worth_factors
     if function.compiled is not None and (found := function.compiled.run(batch)) is not None:
         arrivals.values, arrivals.aux, arrivals.structure, rows = found
         for leaf in range(len(rows)):
-            arrivals.gradient(leaf, rows[leaf])
+            arrivals.add(leaf, rows[leaf])
             rows[leaf] = None
         return arrivals
     if arrivals.factors and not _torch.transforming() and hints.get(key, True):
@@ -74,12 +77,12 @@ def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals)
         before = random_state() if function.chunks.randomness != "error" else None
         try:
             _pull_back(function, batch, arrivals, mode)
-            # Looking at every operation has its price; what it brings depends on shapes alone.
+            # The dispatch mode costs time at every operation. How much it saves depends on shapes.
             hints[key] = arrivals.spared >= _WORTH * arrivals.numbers
             return arrivals
         except (RuntimeError, TypeError, ValueError) as error:
-            # Code that wants a gradient's memory, not its numbers, can't have that of a product
-            # which was not computed. Errors of other causes come again.
+            # Code that accesses the memory of a gradient fails if that gradient is represented by
+            # factors. So run again without factors; errors with other causes are then raised again.
             if not mode.factors or is_out_of_memory(error):
                 raise
         hints[key] = False
@@ -93,9 +96,9 @@ def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals)
 def _pull_back(
     function: BatchedFunction, batch: Batch, arrivals: Arrivals, mode: KeepFactors | None
 ) -> None:
-    """Runs the loss and pulls back, with ``vmap`` or, for one example alone, without."""
+    """Run the loss and pull back, with ``vmap`` or, for a single example, without."""
     alone = batch.alone
-    # Plain autograd will do where nothing around the call could differentiate the result.
+    # Plain autograd is enough if nothing around the call can differentiate the result.
     recording = torch.is_grad_enabled() or _torch.dual_level() >= 0
     plain = alone and not recording and not torch.is_inference_mode_enabled()
 
@@ -104,11 +107,11 @@ def _pull_back(
 
         def take(leaf: int, gradient: torch.Tensor) -> None:
             if alone:
-                batch.call.carried.look_at([gradient])
+                batch.call.carried.check([gradient])
             with mode.paused() if mode else nullcontext():
                 whole = gradient if level is None else _rows(gradient, level, batch.size)
                 rows = rows_of(_dense(whole).unsqueeze(0) if alone else whole)
-                arrivals.gradient(leaf, rows)
+                arrivals.add(leaf, rows)
 
         value, aux, pullback = _recorded(function, args, kwargs, batch.positions, plain)
         with mode.pulling_back() if mode else nullcontext():
@@ -126,7 +129,7 @@ def _recorded(
     positions: tuple[int, ...],
     plain: bool,
 ) -> tuple[Any, Any, Pullback]:
-    """The loss of one example, auxiliary outputs, and the pullback; or these in plain autograd."""
+    """The loss of one example, its aux, and the pullback; if ``plain``, from plain autograd."""
     if not plain:
         check = functools.partial(validate.check_scalar, api=function.api)
         options: dict[str, Any] = {"has_aux": function.has_aux, "api": function.api, "once": True}
@@ -146,16 +149,16 @@ def _recorded(
 
 
 def _rows(gradient: torch.Tensor, level: int, size: int) -> torch.Tensor:
-    """The gradients of all examples, ``(c, *leaf.shape)``, from that which ``vmap`` maps."""
+    """The gradients of all examples, ``(c, *leaf.shape)``, from the tensor that ``vmap`` maps."""
     if _torch.is_batched(gradient) and _torch.level_of(gradient) == level:
         value, dim = _torch.unwrap_batch(gradient, level)
         assert dim is not None
         return value.movedim(dim, 0) if dim else value
-    return gradient.expand(size, *gradient.shape)  # no example is in it: the same for all
+    return gradient.expand(size, *gradient.shape)  # it is the same for all examples
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient that is sparse, or spread over processes, in one piece: its norm is wanted."""
+    """Convert a sparse gradient or a DTensor to a dense local tensor, as norms need it."""
     if gradient.layout is not torch.strided:
         return gradient.to_dense()
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
@@ -171,10 +174,11 @@ def _tensor(leaf: Any) -> torch.Tensor:
 
 
 class CompiledGradients:
-    """Runs one loss over chunks of one size as one graph each, by `functx.jit`.
+    """Compiles the gradients of a chunk as one graph, by `functx.jit`, for chunks of one size.
 
-    A chunk of few examples is small work for each operation, and what Python and the transforms add
-    is paid for every chunk. Where the loss can't be traced, all runs in eager, with a warning.
+    With few examples in a chunk, each operation does little work, and the overhead of Python and of
+    the transforms is paid for every chunk. If the loss can't be traced, chunks run in eager, with a
+    warning.
     """
 
     def __init__(self, function: BatchedFunction, options: bool | Mapping[str, Any]) -> None:
@@ -185,27 +189,31 @@ class CompiledGradients:
             )
         if function.chunks.budget is not None:
             raise ValueError(
-                f"{function.api}: no size of chunks is chosen for compiled code; give chunk_size "
-                "with compile, instead of budget"
+                f"{function.api}: budget can't be used with compile; pass chunk_size instead"
             )
         self._compiler: Callable[..., Any] = jit(**({} if isinstance(options, bool) else options))
         self._function = function
-        # The size of the chunks that are compiled, 0 for none, and their graph, by signatures.
+        # By signature: the size of compiled chunks, 0 if there is no graph, and the graph.
         self._graphs: dict[Any, tuple[int, Callable[..., Any]]] = {}
         self._lock = threading.RLock()
 
     def run(self, batch: Batch) -> tuple[Any, list[Any], Any, list[Any]] | None:
-        """Values, leaves and structure of aux, gradients by leaf; ``None`` if there is no graph."""
+        """Run a compiled chunk; ``None`` if there is no graph for it.
+
+        Returns the losses, the leaves and the structure of aux, and the gradients by leaf.
+        """
         if batch.size == 1:
             return None
         key, shapes = batch.signature(), len(self._graphs)
         if key not in self._graphs:
             if shapes == _SHAPES:
-                self._warn(f"examples of more than {_SHAPES} shapes came; pad them")
+                self._warn(
+                    f"there are examples of more than {_SHAPES} shapes; pad them to fewer shapes"
+                )
             size = self._function.chunks.chunk_size or batch.size
             self._graphs[key] = size if shapes < _SHAPES else 0, self._graph_for(batch)
         size, graph = self._graphs[key]
-        # Chunks of another size would have to be compiled too; and no graph is followed.
+        # Chunks of another size would need another graph, and recorded operations run in eager.
         if batch.size != size or _torch.dispatch_depth() or followed(batch.leaves):
             return None
         try:
@@ -218,9 +226,9 @@ class CompiledGradients:
         return value, aux, structure, rows
 
     def _graph_for(self, batch: Batch) -> Callable[..., Any]:
-        """The gradients of chunks like one, and their values."""
-        # (What `gradients` reads is part of a graph's signature: nothing that changes.)
-        form = replace(batch, given=(), leaves=[], kwargs={})
+        """Compile a function that returns the gradients and losses of chunks like ``batch``."""
+        # `gradients` closes over a batch without tensors, since jit guards captured values.
+        form = replace(batch, args=(), leaves=[], kwargs={})
         randomness = self._function.chunks.randomness
         has_aux = self._function.has_aux
         grad_and_value = derivatives.grad_and_value(self._function.func, batch.positions, has_aux)
@@ -244,4 +252,4 @@ class CompiledGradients:
 
     def _warn(self, cause: str) -> None:
         api = self._function.api
-        warn(f"{api}: compile=True has no effect here, chunks run in eager: {cause}")
+        warn(f"{api}: compile=True has no effect here, and chunks run in eager: {cause}")

@@ -1,4 +1,4 @@
-"""Which leaves share a norm, the thresholds of those groups, and how a norm becomes a factor."""
+"""Groups of leaves that share a norm, their thresholds, and the factor for a norm."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ Scaling = Callable[[torch.Tensor, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Groups:
-    """The leaves of what is differentiated, in groups with one norm each."""
+    """The differentiated leaves, in groups with one norm each."""
 
-    of_leaf: list[int]  # for each leaf the number of its group
+    of_leaf: list[int]  # for each leaf, the number of its group
     thresholds: list[Any]  # one for each group
-    pack: Callable[[list[Any]], Any]  # makes what users see of one entry a group
+    pack: Callable[[list[Any]], Any]  # makes the user's structure from one entry per group
 
 
 def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Groups:
-    """The groups that the caller asks for.
+    """The groups for the options ``groups`` and ``max_norm``.
 
-    Leaves under equal labels in ``groups``, a pytree prefix of what is differentiated, are a group.
-    Without labels each leaf of ``max_norm`` is one, if that is a pytree prefix.
+    ``groups`` is a pytree prefix of the differentiated arguments, with labels as leaves; leaves
+    with equal labels form a group. Without ``groups``, each leaf of ``max_norm``, also a pytree
+    prefix, is a group.
 
     Raises:
-        ValueError: One is no prefix of ``differentiated``, or thresholds are not positive numbers.
+        ValueError: The option is not a prefix of ``differentiated``, or thresholds are not positive
+            numbers.
     """
     pack: Callable[[list[Any]], Any]
     try:
@@ -48,12 +50,13 @@ def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Grou
     except ValueError as error:
         name = "max_norm" if groups is None else "groups"
         raise ValueError(
-            f"{api}: {name} must be a pytree prefix of what is differentiated: {str(error)[:300]}"
+            f"{api}: {name} must be a pytree prefix of the differentiated arguments: "
+            f"{str(error)[:300]}"
         ) from None
     if groups is not None and not (max_norm is None or _is_number(max_norm)):
         if not isinstance(max_norm, Mapping) or set(max_norm) != set(names):
             raise ValueError(
-                f"{api}: max_norm must be a number or have one for each group, as "
+                f"{api}: max_norm must be a number, or a dict with a number for each group, "
                 f"{pack(['...'] * len(names))}; got {describe(max_norm)}"
             )
         thresholds = [max_norm[name] for name in names]
@@ -69,7 +72,7 @@ def clip(norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
 
     Abadi et al., Deep learning with differential privacy, 2016.
 
-    Takes norms of the examples' gradients, of shape ``(B,)``, and returns as many factors.
+    Takes the norms of per-example gradients, of shape ``(B,)``, and returns a factor for each.
     """
     above_zero = norm.clamp_min(torch.finfo(norm.dtype).tiny)
     return torch.where(norm > max_norm, max_norm / above_zero, 1.0).to(norm.dtype)
@@ -78,14 +81,14 @@ def clip(norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
 def automatic(gamma: float = 0.01) -> Scaling:
     """Scale every gradient to a norm just below ``max_norm``: ``max_norm / (norm + gamma)``.
 
-    AUTO-S of Bu et al., Automatic clipping, 2023. No threshold to tune: ``max_norm`` (1 if left
-    out) only scales the sum.
+    This is AUTO-S of Bu et al., Automatic clipping, 2023. There is no threshold to tune:
+    ``max_norm`` (1 by default) only scales the sum.
 
     Args:
-        gamma: Keeps small gradients small; positive.
+        gamma: A positive number, which keeps small gradients small.
 
     Returns:
-        A scaling, of norms and a threshold.
+        A function of norms and a threshold, for ``scaling=``.
 
     Raises:
         ValueError: ``gamma`` is not positive.
@@ -100,21 +103,21 @@ def automatic(gamma: float = 0.01) -> Scaling:
 
 
 def normalize(norm: torch.Tensor, max_norm: Any = None) -> torch.Tensor:
-    """Scale every gradient to the norm ``max_norm`` (1 if left out); zero stays zero.
+    """Scale every gradient to the norm ``max_norm`` (1 by default); zero stays zero.
 
-    Takes norms of the examples' gradients, of shape ``(B,)``, and returns as many factors.
+    Takes the norms of per-example gradients, of shape ``(B,)``, and returns a factor for each.
     """
     return (1.0 if max_norm is None else max_norm) / norm.clamp_min(torch.finfo(norm.dtype).tiny)
 
 
 def check_scaling(scaling: Any, max_norm: Any, api: str) -> Scaling:
-    """The function that a name or a function stands for."""
+    """The scaling function for a name or a function."""
     named = {"clip": clip, "automatic": automatic(), "normalize": normalize}
     if isinstance(scaling, str):
         if scaling not in named:
             raise ValueError(f"{api}: scaling must be one of {sorted(named)}, got {scaling!r}")
         if scaling == "clip" and max_norm is None:
-            raise ValueError(f"{api}: scaling='clip' needs max_norm, the largest norm to let pass")
+            raise ValueError(f"{api}: scaling='clip' needs max_norm, the norm to clip to")
         return named[scaling]
     if not callable(scaling):
         raise TypeError(
@@ -125,7 +128,7 @@ def check_scaling(scaling: Any, max_norm: Any, api: str) -> Scaling:
 
 
 def factors(scaling: Scaling, norm: torch.Tensor, max_norm: Any, api: str) -> torch.Tensor:
-    """What ``scaling`` makes of the norms of one group, checked for its shape."""
+    """The factors of ``scaling`` for the norms of one group; their shape is checked."""
     factor = scaling(norm, max_norm)
     if not isinstance(factor, torch.Tensor) or factor.shape != norm.shape:
         raise ValueError(

@@ -1,13 +1,15 @@
-"""Embeddings that write to their weights, or have sparse gradients, as ones that do neither.
+"""Run embeddings without writes to their weights and without sparse gradients.
 
 NOTE [embeddings]
-``nn.Embedding(max_norm=)`` shrinks the rows that it looks up in place. That is a write to the
-user's weight, after which the next example would see another weight; ``vmap`` refuses it. Here the
-weight stays as it is: rows are looked up in a shrunk copy. The gradient goes to the weight as if
-the copy were the weight, as torch's does, since torch takes no derivative of the shrinking.
+``nn.Embedding(max_norm=)`` shrinks, in place, the rows that it looks up. This write to the weight
+would affect the next example, and ``vmap`` refuses it. Here the weight is not changed: rows are
+looked up in a shrunk copy. The gradient is that of the copy, as in torch, which takes no derivative
+of the shrinking.
 
 The gradient of ``nn.Embedding(sparse=True)`` is a sparse tensor, for which ``vmap`` has no rules.
-Gradients of examples are dense in any case, so the sparse layout would be of no use.
+Per-example gradients are stacked as dense tensors in any case, so they are computed as dense ones.
+
+What could be improved: the whole weight is copied, not only the rows that are looked up.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ _LOOKUPS: dict[Any, tuple[str, ...]] = {
     torch.embedding: ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"),
 }
 RENORM = torch.ops.aten.embedding_renorm_.default
-# What torch says where an embedding is none of these: of vmap, and of a sparse gradient.
+# Texts in the errors that vmap raises for such embeddings: for the write, and for sparse gradients.
 _SIGNS = ("embedding_renorm_", "arguments from the 'SparseC")
 
 
 class PlainEmbeddings(TorchFunctionMode):
-    """Looks rows up without a write to the weight, and has dense gradients; NOTE [embeddings]."""
+    """Runs embeddings without writes to the weight, with dense gradients; NOTE [embeddings]."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -46,12 +48,12 @@ class PlainEmbeddings(TorchFunctionMode):
             return self._pulled_back(*args, **kwargs)
         if func not in _LOOKUPS:
             return func(*args, **kwargs)
-        given = dict(zip(_LOOKUPS[func], args)) | kwargs
-        given.pop("sparse", None)
-        max_norm, norm_type = given.pop("max_norm", None), given.pop("norm_type", 2.0)
+        named = dict(zip(_LOOKUPS[func], args)) | kwargs
+        named.pop("sparse", None)
+        max_norm, norm_type = named.pop("max_norm", None), named.pop("norm_type", 2.0)
         if max_norm is not None:
-            given["weight"] = _shrunk(given["weight"], float(max_norm), float(norm_type))
-        return func(**given)
+            named["weight"] = _shrunk(named["weight"], float(max_norm), float(norm_type))
+        return func(**named)
 
     def _pulled_back(
         self,
@@ -62,9 +64,9 @@ class PlainEmbeddings(TorchFunctionMode):
         create_graph: bool = False,
         **options: Any,
     ) -> Any:
-        """``torch.autograd.grad``, with this mode around what regions run again.
+        """``torch.autograd.grad`` with this mode active in it, for replays of regions.
 
-        Had it been called by that name, it would be shown to the mode once more.
+        The engine is called directly, because ``torch.autograd.grad`` would call the mode again.
         """
         outputs, inputs = _listed(outputs), _listed(inputs)
         cotangents = _listed(grad_outputs) or (None,) * len(outputs)
@@ -90,7 +92,7 @@ def _listed(values: Any) -> tuple[Any, ...]:
 
 
 def needs_plain_embeddings(error: BaseException) -> bool:
-    """Whether `PlainEmbeddings` can run what raised an error."""
+    """Whether an error was raised by an embedding that `PlainEmbeddings` can run."""
     return any(sign in str(error) for sign in _SIGNS)
 
 
@@ -102,10 +104,10 @@ def has_special_embeddings(module: nn.Module) -> bool:
 
 
 def _shrunk(weight: Tensor, max_norm: float, norm_type: float) -> Tensor:
-    """A weight whose rows have at most a norm, with the derivative of the weight itself."""
+    """A weight whose rows are shrunk to ``max_norm``, with the derivative of the weight itself."""
     rows = weight.detach()
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     norms = torch.linalg.vector_norm(wide, norm_type, -1, keepdim=True)
-    # The number is that of torch's kernel.
+    # torch's kernel uses 1e-7, too.
     factors = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1.0)
     return (wide * factors).to(rows.dtype) + (weight - rows)

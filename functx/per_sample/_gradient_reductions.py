@@ -1,7 +1,7 @@
-"""What is made of the gradients of a chunk: kept, normed, or clipped and added up.
+"""Reductions of the gradients of a chunk: stack them, take norms, or clip and sum them.
 
-The factor of an example is known when all its gradients have been normed. Until then those of the
-chunk are kept, by their factors where these are known.
+To clip, the norms of all gradients of an example are needed first. Until then the gradients of the
+chunk are kept, represented by factors where possible (NOTE [factors] of `_sums`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from functx.per_sample._sums import Factored, Rows, Term, WeightedSum, all_reduc
 
 
 class Extras(NamedTuple):
-    """What was asked for besides the result; ``None`` for the rest.
+    """What the caller requested in addition to the result; the other fields are ``None``.
 
     Attributes:
         values: The losses, of shape ``(B,)``.
-        norms: The norms of the gradients, of shape ``(B,)``; with groups a pytree of such.
+        norms: The norms of the gradients, of shape ``(B,)``; with groups, a pytree of such tensors.
         aux: The auxiliary outputs, a pytree of tensors of shape ``(B, ...)``.
     """
 
@@ -35,10 +35,11 @@ class Extras(NamedTuple):
 
 
 class StackedResults(Reduction):
-    """Gradients, norms, values and auxiliary outputs of all examples, as far as they are asked for.
+    """Stacks the gradients, norms, values and auxiliary outputs of all examples, as requested.
 
     Attributes:
-        like: The leaves that are differentiated, for one example: of shape, dtype and device only.
+        like: For each differentiated leaf, a tensor with its shape for one example, its dtype and
+            its device.
     """
 
     def __init__(
@@ -65,21 +66,21 @@ class StackedResults(Reduction):
 
     def run(self, batch: Batch) -> dict[str, Any]:
         """Compute one chunk."""
-        rows, kept, _ = self.pull_back(batch, keeps=self._gradients)
+        rows, gradients, _ = self.pull_back(batch, keeps_gradients=self._gradients)
         if self._gradients:
             rows["gradients"] = [
-                kept[leaf] if leaf in kept else like.new_zeros(batch.size, *like.shape)
+                gradients[leaf] if leaf in gradients else like.new_zeros(batch.size, *like.shape)
                 for leaf, like in enumerate(self.like)
             ]
         return rows
 
     def result(self, counted: Counted) -> Any:
-        """The gradients or else the norms, and what else was asked for."""
+        """The gradients or the norms, and what else was requested."""
         found = self._closed(counted)
         return _with_extras(found.pop("gradients" if self._gradients else "norms"), found)
 
     def _closed(self, counted: Counted) -> dict[str, Any]:
-        """What has been stacked, as users see it."""
+        """The stacked rows, in the structures that users expect."""
         found = self.stack.close(counted)
         if "gradients" in found:
             found["gradients"] = stacked(self.spec, found["gradients"])
@@ -90,22 +91,22 @@ class StackedResults(Reduction):
         return found
 
     def pull_back(
-        self, batch: Batch, keeps: bool
+        self, batch: Batch, keeps_gradients: bool
     ) -> tuple[dict[str, Any], dict[int, Rows], list[torch.Tensor]]:
-        """Of one chunk what `Extras` names, the gradients by leaf, and the norms by group."""
+        """For one chunk: requested fields of `Extras`, gradients by leaf, and norms by group."""
         groups = None if self._gradients and "norms" not in self._names else self.groups.of_leaf
-        arrivals = Arrivals(groups, self._norm_dtype, keeps, factors=not self._gradients)
+        arrivals = Arrivals(groups, self._norm_dtype, keeps_gradients, factors=not self._gradients)
         found = chunk_gradients(self.function, batch, arrivals)
         self.structure = found.structure
         zeros = self.like[0].new_zeros(batch.size, dtype=self._norm_dtype)
         numbers = range(len(self.groups.thresholds))
         norms = [found.squares.get(group, zeros).sqrt() for group in numbers]
         rows = {"values": found.values, "norms": norms, "aux": found.aux}
-        return {name: rows[name] for name in self._names}, found.kept, norms
+        return {name: rows[name] for name in self._names}, found.gradients, norms
 
 
 class ClippedSum(StackedResults):
-    """The sum of all gradients, each times the factor that its norm gives it."""
+    """Sums the gradients of all examples, each multiplied by a factor that depends on its norm."""
 
     def __init__(
         self, *args: Any, scaling: Scaling, accumulation_dtype: Any, process_group: Any
@@ -114,11 +115,11 @@ class ClippedSum(StackedResults):
         self._scaling, self._wanted = scaling, accumulation_dtype
         self._process_group = process_group
         self._sums = [WeightedSum(like, self._dtype_of_sum(like)) for like in self.like]
-        # Of the chunk that ran: parts of leaves, with weights.
+        # The gradients of the chunk that ran: number of the leaf, rows or a term, weights.
         self._parts: list[tuple[int, torch.Tensor | Term, torch.Tensor]] = []
 
     def _dtype_of_sum(self, leaf: torch.Tensor) -> torch.dtype:
-        """The dtype to add up in: short ones in float32 unless something else is asked for."""
+        """The dtype of the sum: float32 for half precision, unless the caller requested another."""
         if self._wanted is None:
             short = leaf.dtype in (torch.float16, torch.bfloat16)
             return torch.float32 if short else leaf.dtype
@@ -127,18 +128,18 @@ class ClippedSum(StackedResults):
     def run(self, batch: Batch) -> dict[str, Any]:
         """Compute one chunk."""
         self._parts = []
-        rows, kept, norms = self.pull_back(batch, keeps=True)
+        rows, gradients, norms = self.pull_back(batch, keeps_gradients=True)
         weights = [
             factors(self._scaling, norm, threshold, self.function.api)
             for norm, threshold in zip(norms, self.groups.thresholds)
         ]
-        for leaf, found in kept.items():
+        for leaf, found in gradients.items():
             parts = found.terms if isinstance(found, Factored) else [found]
             self._parts += [(leaf, part, weights[self.groups.of_leaf[leaf]]) for part in parts]
         return rows
 
     def add(self) -> str | None:
-        """Add the chunk that ran to the sums, once more where memory had to be freed first."""
+        """Add the chunk that ran to the sums. If memory runs out, free memory and try again."""
         failure = None
         while self._parts:
             leaf, rows, weights = self._parts.pop()
@@ -149,7 +150,7 @@ class ClippedSum(StackedResults):
         return failure
 
     def result(self, counted: Counted) -> Any:
-        """The sum, and what else was asked for."""
+        """The sum, and what else was requested."""
         totals = [total.total() for total in self._sums]
         if self._wanted is None:
             totals = [total.to(like.dtype) for total, like in zip(totals, self.like)]
@@ -160,7 +161,7 @@ class ClippedSum(StackedResults):
 
 
 def _with_extras(result: Any, extras: dict[str, Any]) -> Any:
-    """What a function of a batch returns: the result, and what else was asked for."""
+    """The result, in a pair with `Extras` or aux if any were requested."""
     if not extras:
         return result
     return result, extras["aux"] if [*extras] == ["aux"] else Extras(**extras)

@@ -1,4 +1,4 @@
-"""`grads`, `norms` and `clipped_sum`: the gradients of a loss, example by example."""
+"""`grads`, `norms` and `clipped_sum`: per-example gradients of a loss."""
 
 from __future__ import annotations
 
@@ -33,48 +33,49 @@ def grads(
 ) -> Callable[..., Any]:
     """The gradient of a loss for each example.
 
-    What ``vmap(grad(func))`` computes, in chunks, at the peak memory of one chunk and the result.
+    It computes what ``vmap(grad(func))`` computes, in chunks. The peak memory is that of one chunk
+    and the result.
 
     Args:
-        func: The loss of one example: takes parameters and an example without batch dimension, and
-            returns a tensor of shape ``()`` (with ``has_aux`` a pair of that and a pytree of
-            tensors). Or a pair ``(module, criterion)``, see `functional`: the result is then called
-            without the parameters, and differentiates those of the module that require grad.
+        func: The loss of one example. It takes parameters and an example without batch dimension,
+            and returns a tensor of shape ``()`` (with ``has_aux``, a pair of that and a pytree of
+            tensors). Or a pair ``(module, criterion)``, see `functional`: the returned function
+            then takes no parameters, and differentiates with respect to those parameters of the
+            module that require grad.
         argnums: Which positional arguments to differentiate, as for :func:`functx.grad`.
-        in_dims: Where the examples are, as for :func:`torch.func.vmap`. By default the
+        in_dims: The dimensions of the examples, as for :func:`torch.func.vmap`. By default the
             differentiated arguments are shared, and all tensors in the others have their examples
             along dimension 0. Keyword arguments are shared.
         has_aux: Whether ``func`` returns ``(value, aux)``.
         return_values: Return the losses too.
         return_norms: Return the norms of the gradients too.
-        chunk_size: How many examples to run at a time; by default all. One at a time runs without
-            ``vmap``, and is free of its limitations. If memory runs out the chunk is halved, with a
-            warning.
-        budget: The largest peak allowed above what is live at the call: bytes, a text such as
-            ``"2GiB"``, or, up to 1.0, a share of what all at once take; the chunk size follows,
-            from measurements at the first call with a shape (of up to eight examples, which may
-            take more than that). The result counts too.
+        chunk_size: How many examples to run at a time; by default all. With 1, examples run without
+            ``vmap`` and its limitations. If memory runs out, the chunk is halved, with a warning.
+        budget: The largest peak above what is live at the call, including the result: bytes, a
+            string such as ``"2GiB"``, or, up to 1.0, a share of the peak with all examples at once.
+            The chunk size is found by measurements at the first call with a shape. These run up to
+            eight examples, and may themselves exceed the budget.
         randomness: ``"error"``, ``"different"`` or ``"same"``, as for :func:`torch.func.vmap`.
         compile: Compile the gradients of a chunk with :func:`functx.jit`; a dict has its options.
-            For chunks of one size, ``chunk_size`` or that of the first call, of more than one
-            example, where no argument requires grad; of up to eight shapes of examples; not where
-            gradients are known by their factors, which is quicker still. Regions stay recomputed.
-            Where ``func`` can't be traced, a warning says why, and all runs in eager. Threads that
-            call the same function take turns.
+            This applies to chunks of one size (``chunk_size``, or that of the first call) with more
+            than one example, for up to eight shapes of examples, if no argument requires grad. It
+            does not apply where gradients are represented by factors, which is faster. Regions are
+            still recomputed. If ``func`` can't be traced, a warning gives the reason, and chunks
+            run in eager. Threads that call the same function take turns.
 
     Returns:
         A function of the same arguments, for a batch of ``B`` examples, and
-        ``is_padding_example=None``, a bool tensor of shape ``(B,)`` that is ``True`` for those that
-        don't count: they are not run, and their rows are zeros. In the place of the batched
+        ``is_padding_example=None``, a bool tensor of shape ``(B,)`` that is ``True`` for examples
+        that don't count: they do not run, and their rows are zeros. Instead of the batched
         arguments, the last positional argument may be an iterator of batches, each a tuple of them.
 
         It returns the gradients, a pytree like the argument with leaves of shape
-        ``(B, *leaf.shape)``, a tuple of such if ``argnums`` is a tuple; with ``has_aux``, the pair
-        of that and ``aux``; with ``return_values`` or ``return_norms``, the pair of that and
-        `Extras`.
+        ``(B, *leaf.shape)``, or a tuple of such pytrees if ``argnums`` is a tuple. With
+        ``has_aux``, it returns the pair of that and ``aux``; with ``return_values`` or
+        ``return_norms``, the pair of that and `Extras`.
 
     Raises:
-        TypeError: ``func`` can't be called.
+        TypeError: ``func`` is not callable.
         ValueError: ``in_dims``, sizes or the padding don't fit; the budget is too small for one
             example; the module normalises over the batch.
         RuntimeError: As :func:`functx.grad`; or a random operation with ``randomness="error"``.
@@ -110,22 +111,22 @@ def norms(
 ) -> Callable[..., Any]:
     """The norm of the gradient of each example, exactly, for any code.
 
-    No two gradients of an example exist at the same time: each leaf's is normed and dropped as soon
-    as it is complete.
+    The gradients of an example with respect to different leaves never exist at the same time. As
+    soon as a gradient is complete, its norm is computed and the gradient is freed.
 
-    Options that are not those of `grads`:
-        groups: A pytree prefix of the differentiated argument, of labels: leaves under equal labels
-            share a norm. By default all do.
-        accumulation_dtype: The least dtype to add squares up in; float32 at least.
+    Options in addition to those of `grads`:
+        groups: A pytree prefix of the differentiated argument, with labels as leaves. Leaves with
+            equal labels share a norm. By default all leaves share one norm.
+        accumulation_dtype: The dtype in which squares are summed, at least float32.
 
     Returns:
-        A function of the same arguments as that of `grads`, that returns norms of shape ``(B,)``,
-        with ``groups`` a dict of such by label, in float32 or the accumulation dtype; with
-        ``has_aux`` or ``return_values`` a pair, as for `grads`. Norms of padding are 0.
+        A function of the same arguments as that of `grads`. It returns norms of shape ``(B,)``, or
+        with ``groups`` a dict of such norms by label, in float32 or the accumulation dtype. With
+        ``has_aux`` or ``return_values`` it returns a pair, as for `grads`. Norms of padding are 0.
 
     Raises:
         TypeError, RuntimeError: As `grads`.
-        ValueError: As `grads`; or ``groups`` is no pytree prefix.
+        ValueError: As `grads`; or ``groups`` is not a pytree prefix.
 
     Example:
         >>> import torch, functx
@@ -158,37 +159,38 @@ def clipped_sum(
     compile: bool | Mapping[str, Any] = False,
     process_group: Any = None,
 ) -> Callable[..., Any]:
-    """The sum over examples of clipped gradients: what differential privacy adds noise to.
+    """The sum of the clipped gradients of all examples, to which differential privacy adds noise.
 
-    The sum, not the mean: what to divide by is the privacy mechanism's business, as are noise,
-    sampling and accounting. The gradients of a chunk are kept until their norms are known, so
-    `chunk_size` or `budget` bounds them.
+    It returns the sum, not the mean. The privacy mechanism chooses the denominator, noise, sampling
+    and accounting. The gradients of a chunk are kept until their norms are known, so `chunk_size`
+    or `budget` bounds their memory.
 
-    Options that are not those of `grads`:
-        max_norm: The largest norm one example's gradient may have. A number holds for all leaves
-            together. A pytree prefix of the differentiated argument, of numbers, gives each of its
-            parts a norm and a threshold of its own. With ``groups``, a number for each group, or a
-            dict of thresholds by label.
-        groups: A pytree prefix of labels: leaves under equal labels are clipped together.
-        scaling: ``"clip"``, ``"automatic"`` (see `automatic`), ``"normalize"``, or a function of
-            the norms of a group, of shape ``(B,)``, and its threshold, that returns as many
-            factors.
-        return_norms: Return the norms too, before clipping.
-        accumulation_dtype: The dtype in which norms (float32 at least) and the sum are added up,
-            and that of the result. By default half precision is summed in float32, and the result
-            is of the leaf's dtype.
-        process_group: Add up over the ranks of a :mod:`torch.distributed` group (or a
-            ``DeviceMesh`` of one dimension; ``True`` for the default group), in one all-reduce.
-            Every rank has to call, also without examples.
+    Options in addition to those of `grads`:
+        max_norm: The largest norm that the gradient of one example may have. A number applies to
+            all leaves together. A pytree prefix of the differentiated argument, with numbers as
+            leaves, gives each of its parts a separate norm and threshold. With ``groups``, a number
+            that applies to each group, or a dict of thresholds by label.
+        groups: A pytree prefix with labels as leaves: leaves with equal labels are clipped
+            together.
+        scaling: ``"clip"``, ``"automatic"`` (see `automatic`), ``"normalize"``, or a function that
+            takes the norms of a group, of shape ``(B,)``, and its threshold, and returns a factor
+            for each norm.
+        return_norms: Return the norms before clipping, too.
+        accumulation_dtype: The dtype of the result, in which the sum and the norms (at least in
+            float32) are accumulated. By default half precision is summed in float32, and the result
+            has the dtype of the leaf.
+        process_group: Sum over the ranks of a :mod:`torch.distributed` group (or a ``DeviceMesh``
+            of one dimension; ``True`` for the default group), in one all-reduce. Every rank has to
+            call the function, also without examples.
 
     Returns:
-        A function of the same arguments as that of `grads`, that returns the sum, a pytree like the
-        argument; with ``has_aux``, ``return_values`` or ``return_norms`` a pair, as for `grads`
-        (values, norms and aux are those of this rank).
+        A function of the same arguments as that of `grads`. It returns the sum, a pytree like the
+        argument. With ``has_aux``, ``return_values`` or ``return_norms`` it returns a pair, as for
+        `grads` (values, norms and aux are those of this rank).
 
     Raises:
         TypeError, RuntimeError: As `grads`.
-        ValueError: As `grads`; or thresholds are missing, not positive, or no pytree prefix.
+        ValueError: As `grads`; or thresholds are missing, not positive, or not a pytree prefix.
 
     Example:
         >>> import torch, functx
@@ -206,27 +208,30 @@ def clipped_sum(
         accumulation_dtype=accumulation_dtype,
         process_group=process_group,
     )
-    wanted = (return_values, return_norms, has_aux)
-    return _over_batch(function, make, wanted, compile, groups, max_norm)
+    requested = (return_values, return_norms, has_aux)
+    return _over_batch(function, make, requested, compile, groups, max_norm)
 
 
 def _over_batch(
     function: BatchedFunction,
     make: Callable[..., StackedResults],
-    wanted: tuple[bool, bool, bool],
+    requested: tuple[bool, bool, bool],
     compile: bool | Mapping[str, Any],
     groups: Any = None,
     max_norm: Any = None,
 ) -> Callable[..., Any]:
-    """A function of a batch, that runs a reduction of gradients over the examples."""
+    """A function of a batch that runs a reduction of gradients over the examples.
+
+    ``requested`` says for each field of `Extras` whether the caller wants it.
+    """
     validate.check_argnums(function.argnums, function.api)
-    names = [name for name, is_wanted in zip(Extras._fields, wanted) if is_wanted]
+    names = [name for name, is_requested in zip(Extras._fields, requested) if is_requested]
     function.has_aux = "aux" in names
     if compile is not False:
         function.compiled = CompiledGradients(function, compile)
 
     def make_for(batch: Batch) -> StackedResults:
-        validate.check_inputs(batch.given, batch.positions, function.api)
+        validate.check_inputs(batch.args, batch.positions, function.api)
         differentiated = function.differentiated(batch)
         found = groups_of(differentiated, groups, max_norm, function.api)
         return make(function, batch, found, names)

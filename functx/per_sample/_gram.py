@@ -27,29 +27,30 @@ def gram(
     budget: int | float | str | None = None,
     randomness: str = "error",
 ) -> Callable[..., Any]:
-    """Inner products of per-example gradients: for a network's outputs its empirical NTK.
+    """Inner products of per-example gradients. For a network's outputs, this is the empirical NTK.
 
     ``K[i, j] = sum over parameters of d func(x_i) / d p * d func(x_j) / d p``.
 
     Jacot et al., Neural tangent kernel, 2018.
 
-    Options that are not those of `grads`:
+    Options in addition to those of `grads`:
         func: A function of parameters and one example without batch dimension. It returns a real
-            tensor of any shape ``m``; a loss, or the scores of all classes. Or a module, or a pair
-            ``(module, criterion)``, as for `jacobian`.
-        outputs: Of a function with several numbers, ``"full"``: products of all pairs;
-            ``"diagonal"``: of equal numbers only; ``"trace"``: the sum of those.
+            tensor of any shape ``m``, for example a loss, or the scores of all classes. Or a
+            module, or a pair ``(module, criterion)``, as for `jacobian`.
+        outputs: Which elements of the output are paired: ``"full"`` for all pairs, ``"diagonal"``
+            for each element with itself, ``"trace"`` for the sum of the diagonal.
 
     Returns:
-        A function of the same arguments, for a batch, as `grads` returns one (with
-        ``is_padding_example`` and iterators of batches), and ``others=None``, a tuple of all
-        arguments but the differentiated ones for ``B2`` other examples (a tensor if there is only
-        one), which by default are the same. It returns a tensor of shape ``(B, B2, *m, *m)``,
-        ``(B, B2, *m)`` for the diagonal, ``(B, B2)`` for the trace; zeros for padding.
+        A function of the same arguments, for a batch, like the one that `grads` returns (with
+        ``is_padding_example`` and iterators of batches). It has one more argument, ``others=None``:
+        ``B2`` other examples, as a tuple of all arguments that are not differentiated (or a tensor,
+        if there is only one). By default these are the same examples. It returns a tensor of shape
+        ``(B, B2, *m, *m)``, of shape ``(B, B2, *m)`` for the diagonal, and ``(B, B2)`` for the
+        trace, with zeros for padding.
 
     Raises:
-        TypeError: ``func`` can't be called, or does not return a tensor.
-        ValueError: An unknown ``outputs``; no example; or as `grads`.
+        TypeError: ``func`` is not callable, or does not return a tensor.
+        ValueError: ``outputs`` is unknown; there is no example; or as `grads`.
         RuntimeError: As :func:`functx.jacrev`.
 
     Example:
@@ -104,12 +105,12 @@ def gram(
     return products
 
 
-# The products of Jacobians of shape (c, a, numel), a for all numbers of the output.
+# The products of Jacobians of shape (c, a, numel), where a is the number of output elements.
 _EQUATIONS = {"full": "iap,jbp->ijab", "diagonal": "iap,jap->ija", "trace": "iap,jap->ij"}
 
 
 class _GramMatrix(Reduction):
-    """Rows of the matrix, for one chunk after the other."""
+    """Computes the rows of the Gram matrix, chunk by chunk."""
 
     def __init__(
         self,
@@ -122,12 +123,12 @@ class _GramMatrix(Reduction):
         super().__init__(jacobian, function.chunks.randomness)
         self._api, self._outputs = function.api, outputs
         self._mirror, right = others is None, left if others is None else others
-        right = replace(right, call=left.call)  # an example of either may hand on something
+        right = replace(right, call=left.call)  # examples of both sides share one check of state
         self._right = right if right.size else replace(right.zeros(), call=left.call)
         self._shape = torch.Size()
 
     def _jacobians(self, batch: Batch) -> list[torch.Tensor]:
-        """The Jacobians of a chunk by leaf."""
+        """The Jacobians of a chunk, by leaf."""
         output, *leaves = super().run(batch)
         self._shape = output.shape[1:]
         return [leaf.reshape(len(leaf), self._shape.numel(), -1) for leaf in leaves]
@@ -140,14 +141,15 @@ class _GramMatrix(Reduction):
     def run(self, batch: Batch) -> torch.Tensor:
         own, first, size = self._jacobians(batch), 0, self._right.size
         blocks: list[torch.Tensor] = []
-        # While memory is measured there are other rows; all at once needs no Jacobians of these.
+        # The matrix is symmetric, so its lower triangle is copied. Not while memory is measured:
+        # then this chunk is not a part of `_right`.
         mirror = self._mirror and batch.whole == (0, size)
         if mirror and batch.start:
             first = batch.start
             above = self.stack.before(batch)[:, first : first + batch.size].transpose(0, 1)
             blocks.append(above.mT if self._outputs == "full" else above)
         for start in range(first, size, batch.size):
-            # Where the product has been taken, nothing holds the other Jacobians.
+            # The other Jacobians are not stored, so they are freed after the product.
             other = self._right.chunk(start, min(start + batch.size, size))
             same = (self._mirror and self.is_all) or (mirror and start == batch.start)
             blocks.append(self._block(own, None if same else self._jacobians(other), other.size))
@@ -155,7 +157,7 @@ class _GramMatrix(Reduction):
 
     def result(self, counted: Counted) -> torch.Tensor:
         if not counted.size:
-            raise ValueError(f"{self._api}: no example to take products of")
+            raise ValueError(f"{self._api}: the batch has no examples")
         matrix: torch.Tensor = self.stack.close(counted)
         matrix = matrix.reshape(*matrix.shape[:2], *self._shape * (matrix.dim() - 2))
         return counted.rows(matrix, 1) if self._mirror else matrix

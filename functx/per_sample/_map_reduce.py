@@ -1,4 +1,4 @@
-"""`map_reduce` and `jacobian`: any function of one example, over a batch."""
+"""`map_reduce` and `jacobian`: apply any function of one example to a batch."""
 
 from __future__ import annotations
 
@@ -30,28 +30,31 @@ def map_reduce(
     budget: int | float | str | None = None,
     randomness: str = "error",
 ) -> Callable[..., Any]:
-    """Anything computed for each example, reduced chunk by chunk.
+    """Apply a function to each example, and reduce the results chunk by chunk.
 
-    Options that are not those of `grads`:
-        func: A function of one example, without batch dimension, that returns a pytree of tensors:
-            a gradient and its square, say.
-        reduce: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` over the examples; or a function of a
-            chunk's results, the pytree with a leading dimension ``c``, that returns a pytree.
-        combine: A function of what `reduce` made of the examples so far and of the next ones, that
-            returns the two in one; by default they are added. Only with a function for ``reduce``.
-        in_dims: Where the examples are, as for :func:`torch.func.vmap`.
-        accumulation_dtype: For ``"sum"`` and ``"mean"``, the dtype to add up in, and that of the
-            result; by default that of the leaf.
+    Options in addition to those of `grads`:
+        func: A function of one example, without batch dimension, that returns a pytree of tensors,
+            for example a gradient and its square.
+        reduce: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"`` over the examples. Or a function that
+            takes the results of a chunk, the pytree with a leading dimension ``c``, and returns a
+            pytree.
+        combine: A function of two results of ``reduce``, for the earlier examples and for the next
+            ones, which returns the result for both. By default they are added. It can only be used
+            if ``reduce`` is a function.
+        in_dims: The dimensions of the examples, as for :func:`torch.func.vmap`.
+        accumulation_dtype: For ``"sum"`` and ``"mean"``, the dtype of the sum and of the result; by
+            default that of the leaf.
 
     Returns:
-        A function of the same arguments, for a batch, as `grads` returns one (with
-        ``is_padding_example`` and iterators of batches): a pytree like that of ``func``, or what
-        ``reduce`` makes of it.
+        A function of the same arguments, for a batch, like the one that `grads` returns (with
+        ``is_padding_example`` and iterators of batches). It returns a pytree like that of ``func``,
+        or the combined results of ``reduce``.
 
     Raises:
-        TypeError: ``func``, ``reduce`` or ``combine`` can't be called.
-        ValueError: An unknown ``reduce``; ``combine`` without a function for it; ``in_dims`` or
-            sizes don't fit; no example to reduce, where there is no neutral element.
+        TypeError: ``func``, ``reduce`` or ``combine`` is not callable.
+        ValueError: ``reduce`` is unknown; ``combine`` is used and ``reduce`` is not a function;
+            ``in_dims`` or sizes don't fit; or there are no examples and ``reduce`` is not
+            ``"sum"``.
 
     Example:
         >>> import torch, functx
@@ -72,7 +75,9 @@ def map_reduce(
                 f"{api}: reduce must be 'sum', 'mean', 'min', 'max' or a function, got {reduce!r}"
             )
         if combine is not None:
-            raise ValueError(f"{api}: combine goes with a function for reduce, not with {reduce!r}")
+            raise ValueError(
+                f"{api}: combine can be used only if reduce is a function, not with {reduce!r}"
+            )
     chunks = Chunks(api, chunk_size, budget, randomness)
     function = BatchedFunction(func, None, in_dims, chunks)
     return function.over_batch(
@@ -94,23 +99,24 @@ def jacobian(
 ) -> Callable[..., Any]:
     """The Jacobian of a function for each example.
 
-    Options that are not those of `grads`:
+    Options in addition to those of `grads`:
         func: A function of one example, without batch dimension, that returns a pytree of real
-            floating point tensors (with ``has_aux`` a pair of that and a pytree of tensors). Or a
-            module, or a pair ``(module, criterion)``, as for `grads`: what the module, or the
-            criterion, returns for a batch of one, which is taken off, is differentiated with
-            respect to the parameters that require grad.
-        mode: ``"reverse"``, a pullback for each number of the output, or ``"forward"``, a
-            pushforward for each number of the input.
+            floating point tensors (with ``has_aux``, a pair of that and a pytree of tensors). Or a
+            module, or a pair ``(module, criterion)``, as for `grads`. The module, or the criterion,
+            is called with a batch of one, whose dimension is removed from the result. The result is
+            differentiated with respect to the parameters that require grad.
+        mode: ``"reverse"``, with a pullback for each element of the output, or ``"forward"``, with
+            a pushforward for each element of the input.
 
     Returns:
-        A function of the same arguments, for a batch, as `grads` returns one: for each output of
-        shape ``m`` and each leaf of shape ``n`` a tensor of shape ``(B, *m, *n)``, in pytrees as
-        :func:`functx.jacrev` makes them; with ``has_aux`` the pair of that and ``aux``.
+        A function of the same arguments, for a batch, like the one that `grads` returns. It
+        returns, for each output of shape ``m`` and each leaf of shape ``n``, a tensor of shape
+        ``(B, *m, *n)``, in pytrees like those of :func:`functx.jacrev`; with ``has_aux``, the pair
+        of that and ``aux``.
 
     Raises:
-        TypeError: ``func`` can't be called.
-        ValueError: An unknown ``mode``; or as `grads`.
+        TypeError: ``func`` is not callable.
+        ValueError: ``mode`` is unknown; or as `grads`.
         RuntimeError: As :func:`functx.jacrev`.
 
     Example:
@@ -132,9 +138,10 @@ def jacobian(
 
 
 def _jacfwd(func: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Callable[..., Any]:
-    """`jacfwd` that gives torch the leaves of the differentiated arguments one by one.
+    """`jacfwd`, called with the leaves of the differentiated arguments as separate arguments.
 
-    torch rebuilds the classes of arguments and of aux with numbers, which these may refuse.
+    torch's ``jacfwd`` rebuilds pytrees of arguments and aux with ints as leaves, and a class of the
+    user may raise an error for these.
     """
 
     def of_one(*args: Any, **kwargs: Any) -> Any:
@@ -168,7 +175,7 @@ def _jacfwd(func: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Callab
 
 
 class _Reduced(Reduction):
-    """Results of all examples, in one."""
+    """Reduces the results of all examples, chunk by chunk."""
 
     def __init__(
         self,
@@ -202,20 +209,22 @@ class _Reduced(Reduction):
         (flat, spec), (parts, part_spec) = tree.flatten(before), tree.flatten(part)
         if spec != part_spec:
             raise ValueError(
-                f"{self._api}: reduce returned another structure for another chunk, "
-                f"{tree.shown(part_spec)} after {tree.shown(spec)}; give combine"
+                f"{self._api}: reduce returned different structures for two chunks, "
+                f"{tree.shown(part_spec)} after {tree.shown(spec)}, which can't be added; pass "
+                "combine"
             )
         for one, other in zip(flat, parts):
             if one.shape != other.shape:
                 raise ValueError(
-                    f"{self._api}: reduce returned shape {tuple(other.shape)} after "
-                    f"{tuple(one.shape)} for another chunk, which can't be added; give combine"
+                    f"{self._api}: reduce returned different shapes for two chunks, "
+                    f"{tuple(other.shape)} after {tuple(one.shape)}, which can't be added; pass "
+                    "combine"
                 )
         return tree.unflatten(spec, map(how, flat, parts))
 
     def result(self, counted: Counted) -> Any:
         if counted.empty and self._reduce != "sum":
-            raise ValueError(f"{self._api}: no example to reduce")
+            raise ValueError(f"{self._api}: there are no examples to reduce")
         if callable(self._reduce):
             return self._total
         total = self._total

@@ -1,12 +1,14 @@
-"""A module and a criterion as a function of parameters and one example.
+"""Convert a module and a criterion to a function of parameters and one example.
 
-The module sees a batch of one, since most modules expect a batch dimension: inputs and targets get
-one back inside ``vmap``. A criterion that averages over the batch is then that of the example.
+Most modules expect a batch dimension. So inputs and targets get one back inside ``vmap``, and the
+module sees a batch of one. A criterion that averages over the batch then gives the loss of the
+example.
 
 NOTE [batch norm]
-Batch normalisation in training mode reads statistics of the whole batch: the loss of one example is
-a function of all others, "its" gradient means nothing, and clipping it protects nobody. The same
-holds in evaluation mode without running statistics. Both are refused before anything runs.
+Batch normalisation in training mode reads statistics of the whole batch. The loss of one example
+then depends on all others, its gradient is not a per-example gradient, and clipping it gives no
+privacy. The same holds in evaluation mode without running statistics. Both raise an error before
+anything runs.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ def functional(
 ) -> tuple[Callable[..., torch.Tensor], Params]:
     """A module and a criterion as a loss of one example, and the parameters to differentiate.
 
-    What every function of ``per_sample`` makes of a pair ``(module, criterion)``.
+    Every function of ``per_sample`` converts a pair ``(module, criterion)`` this way.
 
     Args:
         module: Any module without batch statistics. It is called with a batch of one example, in
-            the mode (training or evaluation) it is in; buffers and frozen parameters are read from
+            its current mode (training or evaluation). Buffers and frozen parameters are read from
             it at each call.
-        criterion: Takes the module's output and the targets of that batch of one, and returns a
-            tensor of one element; ``torch.nn.functional.cross_entropy``, say.
+        criterion: Takes the module's output and the targets for that batch of one, and returns a
+            tensor with one element. An example is ``torch.nn.functional.cross_entropy``.
 
     Returns:
         ``(loss, params)``. ``loss(params, inputs, *targets)`` takes one example without batch
@@ -46,7 +48,7 @@ def functional(
         share memory with the module's. A tied parameter appears once.
 
     Raises:
-        TypeError: Not a module and a callable.
+        TypeError: The arguments are not a module and a callable.
         ValueError: The module has no parameter that requires grad, or normalises over the batch.
 
     Example:
@@ -63,9 +65,9 @@ def functional(
 def module_loss(
     module: nn.Module, criterion: Callable[..., Any], outputs: bool = False
 ) -> Callable[..., Any]:
-    """As the first result of `functional`; with ``outputs`` the criterion may return anything.
+    """Like the first result of `functional`; with ``outputs``, the result may be any tensors.
 
-    Of what is returned for a batch of one, that dimension is taken off.
+    The batch dimension of size one is removed from the result.
     """
     if not isinstance(module, nn.Module) or not callable(criterion):
         raise TypeError(
@@ -113,22 +115,23 @@ def trainable(module: nn.Module) -> Params:
     }
     if not params:
         raise ValueError(
-            f"per_sample: no parameter of {type(module).__name__} requires grad: nothing to "
-            "differentiate"
+            f"per_sample: no parameter of {type(module).__name__} requires grad, so there is "
+            "nothing to differentiate"
         )
     return params
 
 
 @contextmanager
 def own_buffers(module: nn.Module, api: str) -> Iterator[None]:
-    """Leave no tensor of ``vmap`` or of a level in the place of a buffer.
+    """A context after which no buffer is a wrapper of a transform.
 
-    A forward may assign to a buffer, ``self.count = self.count + 1``. Under transforms it then puts
-    a wrapper there, which is of no use when the transform has ended. Here the value takes its
-    place; and where it is one value for each example, the old buffer does, and that is an error.
+    A forward may assign to a buffer, ``self.count = self.count + 1``. Under transforms the new
+    buffer is then a wrapper, which can't be used after the transform has ended. It is replaced by
+    the value inside. If that has a value for each example, the old buffer is restored, and an error
+    is raised.
 
     Raises:
-        ValueError: The forward has assigned to a buffer what depends on the example.
+        ValueError: The forward assigned a value that depends on the example to a buffer.
     """
     before = [(part, _buffers_of(part)) for part in module.modules()]
     try:
@@ -138,8 +141,8 @@ def own_buffers(module: nn.Module, api: str) -> Iterator[None]:
     if mixed:
         raise ValueError(
             f"{api}: the forward assigns the values of an example to buffer {mixed[0]!r}, which "
-            "all examples share. Put the module in evaluation mode, if it does so in training mode "
-            "only; or return the values as aux, with has_aux=True"
+            "all examples share. If it does so only in training mode, put the module in evaluation "
+            "mode. Otherwise return the values as aux, with has_aux=True"
         )
 
 
@@ -148,7 +151,7 @@ def _buffers_of(part: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _replace_wrappers(part: nn.Module, old: dict[str, torch.Tensor]) -> list[str]:
-    """Put values in the place of wrappers; returns the names of buffers that had one an example."""
+    """Replace wrappers by their values; returns the names of buffers with a value per example."""
     mixed = []
     for name, buffer in _buffers_of(part).items():
         value = buffer if buffer is old.get(name) else _torch.alive(buffer)
@@ -166,17 +169,17 @@ def check_module(module: nn.Module) -> None:
         kinds = {cls.__name__ for cls in type(part).__mro__}
         if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
             raise ValueError(
-                f"per_sample: {name or 'the module'!r} is sharded by FSDP, which adds up the "
-                "gradients of all processes: there is none of one example. Keep the whole module "
-                "in every process, and add up with process_group"
+                f"per_sample: {name or 'the module'!r} is sharded by FSDP, which sums the "
+                "gradients of all processes, so per-example gradients are not available. Keep the "
+                "whole module in every process, and pass process_group to sum over processes"
             )
-        # Also the synchronised and lazy ones; instance normalisation is no subclass.
+        # This includes synchronised and lazy ones. Instance normalisation is not a subclass.
         is_batch_norm = isinstance(part, _torch.BatchNorm)
         if is_batch_norm and (part.training or part.running_mean is None):
             mode = "in training mode" if part.training else "without running statistics"
             raise ValueError(
-                f"per_sample: {type(part).__name__} {name!r} {mode} normalises with the statistics "
-                "of the batch, which mix its examples: there is no gradient of one example. Put "
-                "it in evaluation mode (with running statistics), or use GroupNorm, LayerNorm or "
+                f"per_sample: {type(part).__name__} {name!r} {mode} normalises with statistics of "
+                "the whole batch, so the gradient of one example is not defined. Put it in "
+                "evaluation mode (with running statistics), or use GroupNorm, LayerNorm or "
                 "InstanceNorm instead"
             )

@@ -1,13 +1,16 @@
-"""OuterProduct products that are not computed until more than their norm is needed.
+"""Represent gradients that are products of two small factors by the factors.
 
-While the gradients of a chunk are pulled back, products over few terms (see `_sums`) are made
-`OuterProduct`: tensors without memory that know their factors. Which of them are gradients of
-parameters need not be known beforehand: every operation but views and sums of two gets the product
-itself. So a gradient that arrives as `OuterProduct` is known to be that product and nothing else,
-whatever the code was.
+The gradient of a weight is a product of two matrices for each example. If both are small, norms and
+weighted sums can be computed from the factors (NOTE [factors] of `_sums`), and the product need not
+exist. So, while the gradients of a chunk are pulled back, a dispatch mode replaces such products by
+`OuterProduct`: a tensor without memory that holds the factors.
 
-The mode sits below autograd and ``vmap`` and sees what they run on the whole chunk: a product of
-one example is a batch of products there. Of one example alone it is a product of two matrices.
+It does not matter which of these products are gradients of parameters. Views of an `OuterProduct`
+and sums of two stay factored; every other operation gets the computed product. So if the gradient
+of a parameter is an `OuterProduct`, it is exactly that product.
+
+The mode runs below autograd and ``vmap``. There the products of all examples of a chunk are one
+batched product. For a single example, it is one product of two matrices.
 """
 
 from __future__ import annotations
@@ -36,21 +39,23 @@ _MOST_TERMS = 4
 
 
 class _Products:
-    """Products of shape ``(c, m, n)``: the factors, or the numbers once they were needed.
+    """Products of shape ``(c, m, n)``, one per example, which are computed when they are needed.
 
     Attributes:
-        whole: A contiguous tensor of that shape that takes no memory.
+        terms: The factors; empty once the products are computed.
+        whole: A contiguous meta tensor of that shape.
     """
 
     def __init__(self, terms: list[Term]) -> None:
-        (left, right), nothing = terms[0], torch.empty(0, dtype=torch.uint8, device="meta")
+        left, right = terms[0]
         (size, _, rows), columns = left.shape, right.shape[2]
+        nothing = torch.empty(0, dtype=torch.uint8, device="meta")
         self.terms = terms
         self.whole = nothing.as_strided((size, rows, columns), (rows * columns, columns, 1))
         self._dense: torch.Tensor | None = None
 
     def dense(self) -> torch.Tensor:
-        """The numbers, the same memory at each call; after the first the factors are gone."""
+        """The computed products. The first call computes them and drops the factors."""
         if self._dense is None:
             self._dense = product(self.terms).contiguous()
             self.terms = []
@@ -58,11 +63,11 @@ class _Products:
 
 
 class OuterProduct(torch.Tensor):
-    """A view of products that are not computed.
+    """A view of products that are not computed yet.
 
     Attributes:
-        products: What it is a view of.
-        shadow: A view of their ``whole``, laid out as this one.
+        products: The products.
+        shadow: The same view of ``products.whole``; it records shape and strides.
     """
 
     products: _Products
@@ -88,12 +93,12 @@ class OuterProduct(torch.Tensor):
         return _run(func, args, kwargs or {})
 
     def dense(self) -> torch.Tensor:
-        """The numbers, in memory that all views share."""
+        """The computed product, in memory that all views share."""
         shadow, numbers = self.shadow, self.products.dense()
         return numbers.as_strided(shadow.shape, shadow.stride(), shadow.storage_offset())
 
     def terms(self) -> list[Term]:
-        """The factors of what this is, as rows and columns; none if it is anything else."""
+        """The factors, if this is all of the products or their transpose; else an empty list."""
         whole = self.products.whole
         if _same_layout(self.shadow, whole):
             return [*self.products.terms]
@@ -103,7 +108,7 @@ class OuterProduct(torch.Tensor):
 
 
 def rows_of(gradient: torch.Tensor) -> Rows:
-    """Gradients of a chunk, ``(c, *shape)``: by their factors, if these are known."""
+    """Gradients of a chunk, of shape ``(c, *shape)``, as `Factored` if possible."""
     if not isinstance(gradient, OuterProduct):
         return gradient
     terms = gradient.terms()
@@ -113,7 +118,7 @@ def rows_of(gradient: torch.Tensor) -> Rows:
 
 
 def _same_layout(one: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether a view is all of another, in order, in any shape."""
+    """Whether a view has all elements of ``whole`` in the same order, in any shape."""
     if one.numel() != whole.numel() or one.storage_offset() != whole.storage_offset():
         return False
     try:
@@ -127,7 +132,7 @@ def _same_layout(one: torch.Tensor, whole: torch.Tensor) -> bool:
 
 
 class KeepFactors(_torch.TorchDispatchMode):
-    """Inside, products of few terms are `OuterProduct`, in a chunk of ``size`` examples."""
+    """Replaces products of small factors by `OuterProduct`, for a chunk of ``size`` examples."""
 
     _should_skip_dynamo = _torch.never_skip_dynamo
     only_observes = True
@@ -135,8 +140,8 @@ class KeepFactors(_torch.TorchDispatchMode):
     def __init__(self, size: int) -> None:
         super().__init__()
         self._size = size
-        self._pauses = 0  # regions that run again, for one: these compute activations, no gradients
-        # The memory of factors; as long as there is such a reference, no other has its key.
+        self._pauses = 0  # more than 0 in replays of regions: they compute no gradients
+        # Weak references to the storages of factors. They keep the addresses from being reused.
         self.factors: dict[int, Any] = {}
 
     def __torch_dispatch__(
@@ -156,18 +161,18 @@ class KeepFactors(_torch.TorchDispatchMode):
         products = _Products([term])
         whole = products.whole
         if args[0].dim() == 2 or func is aten.embedding_dense_backward.default:
-            whole = whole.flatten(0, 1)  # one below the other
+            whole = whole.flatten(0, 1)  # the products of all examples, stacked along the rows
         return OuterProduct(products, whole, args[0])
 
     @contextmanager
     def pulling_back(self) -> Iterator[None]:
-        """The mode, around a backward pass."""
+        """Enter this around a backward pass; the mode pauses in replays of regions."""
         with on_replay(lambda name: self.paused()), self:
             yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No product is left out inside, nor is an operation looked at if the mode is on top."""
+        """Compute products in this context. If the mode is the innermost, it is popped."""
         top = _torch.pop_dispatch_mode(None) if _torch.dispatch_depth() else None
         if top not in (None, self):
             _torch.push_dispatch_mode(top)
@@ -180,18 +185,19 @@ class KeepFactors(_torch.TorchDispatchMode):
                 _torch.push_dispatch_mode(self)
 
     def _check(self, args: Any) -> None:
-        """Raises if an operation in place has a factor: the product should have been taken."""
+        """Raises if an operation writes to a factor, after which the product would be wrong."""
         for arg in _tree.leaves(args):
             if type(arg) is OuterProduct or not isinstance(arg, torch.Tensor):
                 continue
             if _torch.storage_address(arg) in self.factors:
+                # `chunk_gradients` catches this error and runs the chunk again without factors.
                 raise RuntimeError("a factor of a gradient is written to in place")
 
     def _term(self, func: Any, args: tuple[Any, ...]) -> Term | None:
-        """The factors of what an operation returns, if there are some."""
+        """The factors of an operation's result, if it is a product of small factors."""
         if func is aten.embedding_dense_backward.default:
             return self._rows_of_tables(*args)
-        # A column times a row, which broadcast, is in the pullback of ``w @ x`` with a vector.
+        # The pullback of ``w @ x`` with a vector multiplies a column by a row, by broadcasting.
         if func not in (aten.bmm.default, aten.mm.default, aten.mul.Tensor) or not _plain(args):
             return None
         left, right = args
@@ -210,7 +216,7 @@ class KeepFactors(_torch.TorchDispatchMode):
     def _rows_of_tables(
         self, gradient: torch.Tensor, index: torch.Tensor, rows: int, padding: int, by_count: bool
     ) -> Term | None:
-        """The factors of an embedding's gradients: a table for each example, by its indices."""
+        """The factors of the gradients of an embedding, where each example has its own table."""
         size, table = self._size, rows // self._size
         regular = not (rows % size or index.numel() % size)
         if not regular or by_count or not _plain([gradient]) or (padding >= 0 and size > 1):
@@ -220,7 +226,7 @@ class KeepFactors(_torch.TorchDispatchMode):
             return None
         index = index - torch.arange(size, device=index.device).unsqueeze(1) * table
         if not bool(((index >= 0) & (index < table)).all()):
-            return None  # not one table for each example
+            return None  # the examples do not have separate tables
         right = gradient.reshape(size, -1, gradient.shape[-1])
         if padding >= 0:
             right = right.masked_fill((index == padding).unsqueeze(2), 0)
@@ -228,7 +234,7 @@ class KeepFactors(_torch.TorchDispatchMode):
 
 
 def _plain(args: Any) -> bool:
-    """Whether all are tensors of real numbers of one dtype, which nothing else follows."""
+    """Whether all are real floating point tensors of one dtype that autograd does not record."""
     recording = torch.is_grad_enabled()
     return all(
         type(t) in _PLAIN
@@ -240,7 +246,7 @@ def _plain(args: Any) -> bool:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation of which at least one argument is `OuterProduct`."""
+    """Run an operation with at least one `OuterProduct` among its arguments."""
     one = args[0] if args else None
     if isinstance(one, OuterProduct):
         if func in _VIEWS:
@@ -253,14 +259,18 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _ZEROES and args[1:] in ((), (0,)) and _leaves_out_row(one):
             return one
         if torch.Tag.inplace_view in func.tags:
-            raise RuntimeError("a gradient is laid out in another way, in place")
+            # `chunk_gradients` catches this error and runs the chunk again without factors.
+            raise RuntimeError("an in-place view of a gradient")
     dense = _dense(args)
     result = func(*dense, **_dense(kwargs))
     return one if isinstance(one, OuterProduct) and result is dense[0] else result
 
 
 def _leaves_out_row(one: OuterProduct) -> bool:
-    """Take a row out of the factors, where ``one`` is that row: vmap zeroes that of padding."""
+    """If ``one`` is one row of the products, set that row to zero in the factors.
+
+    Under ``vmap``, the gradient of an embedding zeroes the row of its padding index this way.
+    """
     products, whole = one.products, one.products.whole
     row = one.shadow.storage_offset() // whole.stride(1)
     if not products.terms or row >= whole.shape[1] or not _same_layout(one.shadow, whole[:, row]):
@@ -277,7 +287,7 @@ def _without_row(left: Factor, right: Factor, row: int) -> Term:
 
 
 def _added(one: OuterProduct, other: OuterProduct) -> list[Term]:
-    """The factors of a sum, where there are some, and few."""
+    """The factors of a sum of two; empty if there are too many, or if one is not factored."""
     terms, more = one.terms(), other.terms()
     if not terms or not more or one.shape != other.shape or one.dtype != other.dtype:
         return []
@@ -286,5 +296,5 @@ def _added(one: OuterProduct, other: OuterProduct) -> list[Term]:
 
 
 def _dense(tree: Any) -> Any:
-    """Arguments with products in the place of `OuterProduct`."""
+    """Arguments in which each `OuterProduct` is replaced by the computed product."""
     return _tree.map_(lambda leaf: leaf.dense() if isinstance(leaf, OuterProduct) else leaf, tree)

@@ -1,25 +1,25 @@
-"""Norms and weighted sums of per-example gradients, whole or by their factors.
+"""Norms and weighted sums of per-example gradients, from the gradients or from their factors.
 
-The gradients of ``c`` examples by one leaf are rows, of shape ``(c, *leaf.shape)``. The backward
-pass leaves the dimensions of a row in any order in memory. A product of matrices wants rows flat:
-flattened in the order of the memory, they need not be copied.
+The gradients of ``c`` examples with respect to one leaf are called rows, of shape
+``(c, *leaf.shape)``. The backward pass leaves the dimensions of a row in any order in memory.
+Matrix products need flat rows. Flattened in the order of the memory, they need not be copied.
 
 NOTE [factors]
 The gradient of a weight that is used in a product ``a @ w`` is ``aᵀ b`` for each example: ``a`` is
 the input of the product, of shape ``(T, m)``, and ``b`` the cotangent of its output, ``(T, n)``.
-Where ``T`` is small against ``m`` and ``n``, the factors have far fewer numbers:
+If ``T`` is small compared with ``m`` and ``n``, the factors have far fewer elements:
 
-- the squared norm is the sum over ``t`` and ``s`` of ``(a_t · a_s) (b_t · b_s)``, for ``T = 1``
-  simply ``|a|² |b|²`` (Goodfellow, Efficient per-example gradient computations, 2015);
-- the weighted sum over examples is one product of matrices, that of an ordinary backward pass
+- the squared norm is the sum over ``t`` and ``s`` of ``(a_t · a_s) (b_t · b_s)``, which for
+  ``T = 1`` is ``|a|² |b|²`` (Goodfellow, Efficient per-example gradient computations, 2015);
+- the weighted sum over examples is one matrix product, that of an ordinary backward pass
   (book-keeping: Bu et al., Differentially private optimization at small cost, 2023).
 
-An embedding's gradient is such a product, with a one-hot ``a``. A weight used several times has
-several pairs, and its norm takes the products of every two.
+The gradient of an embedding is such a product, with a one-hot ``a``. A weight that is used several
+times has several pairs of factors. Its norm is a sum over all pairs of pairs.
 
 NOTE [cancellation]
-The sum over ``t`` and ``s`` has terms of both signs, where the sum of squares has not: rounded, it
-loses what they cancel. With more than one ``t`` it is taken in float64.
+The sum over ``t`` and ``s`` has terms of both signs, unlike a sum of squares, and cancellation
+loses digits. With more than one ``t`` it is computed in float64.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ import torch
 
 from functx.per_sample._chunks import followed
 
-# Factors are kept where they are this many times smaller than the product.
+# Keep factors if they are this many times smaller than the product.
 _WORTH = 4
 
 
 @dataclass(frozen=True)
 class OneHot:
-    """A factor with a single 1 in each row, by the places of these: of shape ``(c, T)``."""
+    """A factor of shape ``(c, T, size)`` with a single 1 in each row, at ``index``."""
 
-    index: torch.Tensor
+    index: torch.Tensor  # of shape (c, T)
     size: int
 
     @property
     def shape(self) -> torch.Size:
-        """That of the factor, ``(c, T, size)``."""
+        """The shape of the factor, ``(c, T, size)``."""
         return torch.Size((*self.index.shape, self.size))
 
 
@@ -57,7 +57,7 @@ Term = tuple[Factor, Factor]  # of shape (c, T, m) and (c, T, n); one of them is
 
 @dataclass(frozen=True)
 class Factored:
-    """Rows of shape ``(c, *leaf.shape)`` that are not computed: sums of products, by factors."""
+    """Rows of shape ``(c, *leaf.shape)`` as a sum of products that are not computed."""
 
     terms: Sequence[Term]
     shape: torch.Size
@@ -72,7 +72,7 @@ def worth(inner: int, rows: int, columns: int) -> bool:
 
 
 def product(terms: Sequence[Term]) -> torch.Tensor:
-    """What the factors stand for, of shape ``(c, m, n)``."""
+    """The sum of the products of factors, of shape ``(c, m, n)``."""
     return functools.reduce(torch.add, (_product(left, right) for left, right in terms))
 
 
@@ -86,7 +86,7 @@ def _product(left: Factor, right: Factor) -> torch.Tensor:
 
 
 def _gram(one: Factor, other: Factor) -> torch.Tensor:
-    """Products of the rows of two factors, of shape ``(c, T1, T2)``. See NOTE [cancellation]."""
+    """Inner products of the rows of two factors, of shape ``(c, T1, T2)``; NOTE [cancellation]."""
     if isinstance(one, OneHot):
         if isinstance(other, OneHot):
             return (one.index[:, :, None] == other.index[:, None]).double()
@@ -110,7 +110,8 @@ def squared_norms(rows: Rows, dtype: torch.dtype) -> torch.Tensor:
     if rows.shape[1:].numel() == 0:
         return rows.new_zeros(len(rows), dtype=dtype)
     flat = _flat(rows, _memory_order(rows[0]))
-    # In blocks: the kernel adds a row up in sequence, which loses digits over a million numbers.
+    # In blocks, because the kernel sums a row sequentially, which loses digits over a million
+    # terms.
     blocks = flat.view(len(flat), math.gcd(flat.shape[1], 64), -1)
     kind = dtype.to_complex() if flat.is_complex() else dtype
     return torch.linalg.vector_norm(blocks, dim=2, dtype=kind).square().sum(1)
@@ -129,14 +130,14 @@ def _squared_norms_of_terms(terms: Sequence[Term], dtype: torch.dtype) -> torch.
 
 
 class WeightedSum:
-    """The sum of weighted rows of one leaf, in a dtype."""
+    """A sum of weighted rows of one leaf, which is accumulated in one dtype."""
 
     def __init__(self, leaf: torch.Tensor, dtype: torch.dtype) -> None:
         self._shape, self._device, self._dtype = leaf.shape, leaf.device, dtype
         self._total: torch.Tensor | None = None
 
     def add(self, rows: torch.Tensor | Term, weights: torch.Tensor) -> None:
-        """Add rows, or a term of them, weighted by numbers of shape ``(c,)``; all, or an error."""
+        """Add rows, or a term, with weights of shape ``(c,)``. If it raises, nothing was added."""
         weights = weights.to(self._dtype)
         if isinstance(rows, tuple):
             if not weights.requires_grad:
@@ -175,14 +176,14 @@ class WeightedSum:
 
 
 def all_reduced(tensors: list[torch.Tensor], process_group: Any) -> list[torch.Tensor]:
-    """The sums of tensors over the ranks of a group: a buffer and an all-reduce for each device."""
+    """Sum tensors over the ranks of a group, with one buffer and one all-reduce per device."""
     if process_group is None or process_group is False:
         return tensors
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            "per_sample: process_group was given, but torch.distributed has no process group; call "
+            "per_sample: got process_group, but torch.distributed is not initialized; call "
             "torch.distributed.init_process_group first"
         )
     group: Any = None if process_group is True else process_group
@@ -191,7 +192,7 @@ def all_reduced(tensors: list[torch.Tensor], process_group: Any) -> list[torch.T
     reduced = list(tensors)
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         numbers = [i for i, tensor in enumerate(tensors) if tensor.device == device]
-        # `cat` makes of several dtypes the one that holds all of them.
+        # `cat` promotes several dtypes to one that can represent all of them.
         buffer = torch.cat([tensors[i].detach().reshape(-1) for i in numbers])
         dist.all_reduce(buffer, group=group)
         parts = buffer.split([tensors[i].numel() for i in numbers])
@@ -208,5 +209,5 @@ def _memory_order(row: torch.Tensor) -> list[int]:
 
 
 def _flat(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Rows as a matrix, their dimensions in a given order."""
+    """Rows as a matrix, with their dimensions permuted to ``order``."""
     return rows.permute(0, *(dim + 1 for dim in order)).reshape(len(rows), rows.shape[1:].numel())

@@ -187,7 +187,7 @@ def test_of_compiled_code_the_bytes_are_the_allocator_s(x):
     assert (p.peak, p.kept, p.returned) == (fused, 0, nbytes)
     assert "requests to the allocator" in str(p)
     assert peak(compiled, x) == 3 * nbytes  # a product, which exp overwrites, and its operands
-    with pytest.raises(TypeError, match="compiled code, whose operations can't be seen"):
+    with pytest.raises(TypeError, match="compiled code, whose operations can't be counted"):
         count(jitted, x)
 
 

@@ -164,7 +164,7 @@ class TestWhatItIsAskedOf:
             functx.saved_residuals(torch.sin, x)
             return x
 
-        with pytest.raises(RuntimeError, match="call it outside"):
+        with pytest.raises(RuntimeError, match="Call it outside"):
             functx.vmap(f)(X)
 
     def test_what_is_no_function_is_an_error(self):
@@ -276,4 +276,4 @@ class TestTables:
         assert rows[-4:-2] == ["float32[3,2] 24 argument input", "144 all parameters"]
         model.requires_grad_(False)
         functx.print_saved_residuals(lambda: model(torch.ones(3, 2)))
-        assert "nothing is kept: nothing requires grad" in capsys.readouterr().out
+        assert "nothing is saved: no tensor requires grad" in capsys.readouterr().out

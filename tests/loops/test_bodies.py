@@ -187,9 +187,9 @@ def test_a_chain_runs_all_but_its_last_segment_again(segments):
         ({"slots": 2, "steps": 497}, ValueError, "need 3 slots or more, got 2"),
         ({"steps": -1}, ValueError, "expected 0 or more"),
         ({"steps": 2.0}, TypeError, "steps must be an int"),
-        ({"steps": None}, TypeError, "give the number of steps, or a condition"),
+        ({"steps": None}, TypeError, "pass the number of steps, or a condition"),
         ({"steps": None, "cond": True}, TypeError, "expected a callable"),
-        ({"steps": None, "cond": bool, "slots": 4}, ValueError, "slots are for loops of a given"),
+        ({"steps": None, "cond": bool, "slots": 4}, ValueError, "slots can be used only without"),
         ({"steps": None, "cond": lambda x: x > 0}, ValueError, "must be one boolean"),
     ],
 )
@@ -209,8 +209,13 @@ def test_a_loop_refuses(kwargs, error, message):
         (lambda c, x: (c, x), (STATES, STATES[0, 0]), ValueError, "leading dimension"),
         (lambda c, x: (c, x), (STATES, STATES, 3), ValueError, "agree on one number"),
         (lambda c, x: (c, x), (STATES, (STATES, STATES[:2])), ValueError, "agree on one number"),
-        (lambda c, x: (c, x), (STATES,), ValueError, "length must be given"),
-        (lambda i, x: (i + 1, (x,) if i else x), (0, STATES), TypeError, "differ in structure"),
+        (lambda c, x: (c, x), (STATES,), ValueError, "pass length, since xs has no"),
+        (
+            lambda i, x: (i + 1, (x,) if i else x),
+            (0, STATES),
+            TypeError,
+            "of the same structure at every step",
+        ),
         (3, (STATES, STATES), TypeError, "expected a callable"),
     ],
 )
@@ -243,8 +248,12 @@ def test_the_deepest_nest_works_and_one_step_more_is_an_error():
 @pytest.mark.parametrize(
     ("body", "state", "message"),
     [
-        (lambda s: (s[0] + 1, s[1]), lambda x: (0, x), "must be tensors; got 0 and then 1"),
-        (lambda s: (s[0] * 2, s[0]), lambda x: (x,), "body must return a state of the structure"),
+        (lambda s: (s[0] + 1, s[1]), lambda x: (0, x), "may change; got 0 and then 1"),
+        (
+            lambda s: (s[0] * 2, s[0]),
+            lambda x: (x,),
+            "body must return a state of the same structure",
+        ),
     ],
 )
 def test_states_that_vmap_can_not_mask_are_an_error(body, state, message):

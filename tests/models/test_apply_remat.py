@@ -272,9 +272,9 @@ def test_every_takes_one_of_some():
         ("layer.0", r"'layers\.0'"),
         ("layers.7", r"'layers\.0'"),
         ("Layr", r"'Layer'"),
-        ("nothing.*", r"There are 'embed'"),
+        ("nothing.*", r"The submodules are 'embed'"),
         (nn.Conv2d, "'Conv2d' matches no submodule"),
-        (re.compile("layers"), "Name what is in it"),
+        (re.compile("layers"), "Name the modules in it"),
         (re.compile("ayers.*"), "by its whole name"),
         (lambda name, module: False, "<lambda>"),
         (["layers.0", "layer.1"], r"'layers\.1'"),
@@ -282,7 +282,7 @@ def test_every_takes_one_of_some():
         ("layers", r"ModuleList.*'layers\.\*'"),
         (Model, r"functx\.remat\(model\)"),
         ("gradient_checkpointing", "no layer of Model is marked"),
-        (nn.Linear(3, 3), "no part of the model"),
+        (nn.Linear(3, 3), "not a part of the model"),
     ],
 )
 def test_what_matches_nothing_is_an_error_that_says_what_there_is(where, says):
@@ -293,7 +293,7 @@ def test_what_matches_nothing_is_an_error_that_says_what_there_is(where, says):
 
 
 NO_MODULES = [
-    *((lambda w=w: functx.apply_remat(Model(), w), "where holds") for w in (3, None, [3])),
+    *((lambda w=w: functx.apply_remat(Model(), w), "where must be") for w in (3, None, [3])),
     (lambda: functx.apply_remat(lambda x: x, "layers.*"), r"nn\.Module"),
     (lambda: functx.remove_remat(lambda x: x, "layers.*"), r"nn\.Module"),
     (lambda: functx.apply_remat(nn.Linear(2, 2), "weight"), r"functx\.remat\(model\)"),

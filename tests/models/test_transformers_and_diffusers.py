@@ -100,7 +100,7 @@ def test_no_cache_of_keys_is_used_where_a_derivative_is_taken(name, monkeypatch)
 
     monkeypatch.setattr(compiler_warnings, "_told", set())  # of other tests
     model = functx.apply_remat(hf.build(name), "gradient_checkpointing")
-    with pytest.warns(RuntimeWarning, match=r"no cache of keys.*use_cache=False"):
+    with pytest.warns(RuntimeWarning, match=r"without a cache of keys.*use_cache=False"):
         ours = run(model)
     assert_same(ours, run(hf.build(name)), eps=64)
 
@@ -146,7 +146,7 @@ def test_what_transformers_checkpoints_as_well_is_told_so(before, where, monkeyp
     functx.apply_remat(model, where)
     if not before:
         model.gradient_checkpointing_enable()
-    told = r"once more than need be.*gradient_checkpointing_disable"
+    told = r"once more than necessary.*gradient_checkpointing_disable"
     with pytest.warns(RuntimeWarning, match=told):
         loss = model.train()(**inputs).loss
     ours = torch.autograd.grad(loss, list(model.parameters()))

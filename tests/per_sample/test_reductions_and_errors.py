@@ -182,7 +182,7 @@ REFUSED = {
     "ints and None, got 'x'": [grads(W, X, in_dims=(None, "x"))],
     "in_dims of argument 1": [grads(W, X, in_dims=(None, [0]))],
     r"same number of examples, got sizes \[2, 5\]": [grads(W, X, X[:2])],
-    "only tensors hold examples": [grads(W, 3, in_dims=(None, 0))],
+    "only tensors can be mapped": [grads(W, 3, in_dims=(None, 0))],
     "the iterator has no batch": [grads(W, iter(()))],
     r"bool tensor of shape \(5,\)": [
         lambda: per_sample.grads(total)(W, X, is_padding_example=torch.zeros(B))
@@ -197,7 +197,7 @@ REFUSED = {
     "needs max_norm": [clipped()],
     "positive numbers, got -1.0": [clipped(max_norm=-1.0)],
     "pytree prefix": [clipped(max_norm={"w": 1.0})],
-    "one for each group": [clipped(max_norm={"a": 1.0}, groups="b")],
+    "a number for each group": [clipped(max_norm={"a": 1.0}, groups="b")],
     "groups must be a pytree prefix": [clipped(max_norm=1.0, groups=["a", "b"])],
     "must be a pytree of labels, got <function": [clipped(max_norm=1.0, groups=total)],
     "must be positive numbers, got '1'": [clipped(max_norm="1")],
@@ -207,10 +207,10 @@ REFUSED = {
     "init_process_group first": [clipped(max_norm=1.0, process_group=True)],
     "gamma must be positive, got 0": [lambda: per_sample.automatic(gamma=0)],
     "'sum', 'mean', 'min', 'max' or a function": [reduced("median")],
-    "combine goes with a function": [reduced("sum", torch.add)],
-    r"shape \(1, 3\) after \(2, 3\).*give combine": [reduced(lambda rows: rows, chunk_size=2)],
-    r"another structure.*give combine": [reduced(lambda rows: [0] * len(rows), chunk_size=3)],
-    "no example to reduce": [reduced("max", x=X[:0])],
+    "combine can be used only if": [reduced("sum", torch.add)],
+    r"\(1, 3\) after \(2, 3\).*pass combine": [reduced(lambda rows: rows, chunk_size=2)],
+    r"different structures.*pass combine": [reduced(lambda rows: [0] * len(rows), chunk_size=3)],
+    "no examples to reduce": [reduced("max", x=X[:0])],
     "'reverse' or 'forward', got 'up'": [lambda: per_sample.jacobian(scores, mode="up")],
     r"a pair \(module, criterion\), got \(int, function\)": [
         lambda: per_sample.functional(3, lambda y: y)
@@ -219,9 +219,9 @@ REFUSED = {
     r"each of the 1 arguments.*got 2": [lambda: per_sample.gram(scores)(W, X, others=(X, X))],
     "returns a tensor": [lambda: per_sample.gram(lambda w, x: [w])(W, X)],
     "no example": [lambda: per_sample.gram(scores)(W, X[:0])],
-    "the parameters are differentiated, argnums=1": of_module(MAKES, 1),
+    "its parameters are differentiated; leave out argnums=1": of_module(MAKES, 1),
     r"pass a pair \(module, criterion\)": [lambda: per_sample.grads(nn.Linear(2, 2))],
-    "must be a tuple, an entry for each argument": of_module(MAKES, in_dims=0),
+    "must be a tuple with an entry for each argument": of_module(MAKES, in_dims=0),
 }
 """What is refused, by what the error says."""
 
@@ -332,7 +332,7 @@ class TestModules:
         norm = nn.BatchNorm1d(3, track_running_stats=kind != "no statistics")
         norm.train(kind != "no statistics")
         model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(norm) if kind == "nested" else norm)
-        match = r"BatchNorm1d '1.*statistics of the batch, which mix its examples"
+        match = r"BatchNorm1d '1.*statistics of the whole batch"
         for make, options in ((per_sample.grads, {}), (per_sample.clipped_sum, {"max_norm": 1.0})):
             with pytest.raises(ValueError, match=match):
                 make((model, torch.sum), **options)
@@ -375,7 +375,7 @@ def test_what_vmap_can_not_run_needs_one_example_at_a_time():
     assert_same([*found.values()], clipped, eps=64)
     with pytest.raises(RuntimeError) as caught:
         per_sample.clipped_sum(pair, max_norm=1.0)(x)
-    assert "chunk_size=1 runs each as it is" in caught.value.__notes__[-1]
+    assert "chunk_size=1 runs each example without vmap" in caught.value.__notes__[-1]
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:TF32 acceleration")
@@ -386,7 +386,7 @@ def test_an_lstm_in_float32_needs_one_example_at_a_time():
     for options in ({}, {"budget": 0.9}):
         with pytest.raises(RuntimeError) as caught:
             per_sample.norms(pair, **options)(x)
-        assert "chunk_size=1 runs each as it is" in caught.value.__notes__[-1]
+        assert "chunk_size=1 runs each example without vmap" in caught.value.__notes__[-1]
     # Rows of a Jacobian are pulled back under vmap, also those of one example.
     scores = module, lambda out: out[0][:, -1, :]
     for of_scores in (per_sample.gram, per_sample.jacobian):

@@ -3,8 +3,8 @@
 The kinds are two. An embedding that writes to its weight (or has sparse gradients) has the
 gradients of the weight that the user has, in chunks of any size, and the weight stays as it is, bit
 by bit. A module or function that writes an example's values where the next example reads them is
-refused, since there is no gradient of one example; whatever it does without these values (counters,
-power iterations), or never reads again, is free.
+refused, since the gradient of one example is not defined; whatever it does without these values
+(counters, power iterations), or never reads again, is free.
 """
 
 import contextlib
@@ -221,14 +221,14 @@ OPTIONS = {
 def test_an_example_that_reads_what_another_one_wrote_is_refused(way, name):
     f = getattr(per_sample, name)
     net = Stateful(way)
-    with pytest.raises(ValueError, match="there is no gradient of one example") as caught:
+    with pytest.raises(ValueError, match="the gradient of one example is not defined") as caught:
         f((net, score), chunk_size=1, **OPTIONS[name])(X)
     assert str(caught.value).startswith(f"per_sample.{name}: ")
     if way in ("in place", "by copy_", "by assignment", "by out", "after it is read"):
         assert "buffer 'state'" in str(caught.value)
     assert f((Stateful(way), score), chunk_size=1, **OPTIONS[name])(X[:1]) is not None
     batches = iter([(X[:1],), (X[1:2],)])
-    with pytest.raises(ValueError, match="there is no gradient of one example"):
+    with pytest.raises(ValueError, match="the gradient of one example is not defined"):
         f((Stateful(way), score), chunk_size=1, **OPTIONS[name])(batches)
 
 
@@ -274,11 +274,11 @@ def test_functions_that_keep_a_tensor_are_refused_as_modules_are():
         kept.mul_(0.5).add_(x)
         return (w * (x - kept)).square().sum()
 
-    with torch.no_grad(), pytest.raises(ValueError, match="a tensor that it keeps"):
+    with torch.no_grad(), pytest.raises(ValueError, match="a stored tensor"):
         per_sample.grads(loss, chunk_size=1)(X[0], X)
     with pytest.raises(RuntimeError) as caught:
         per_sample.grads(loss)(X[0], X)
-    assert "is refused there too" in caught.value.__notes__[-1]
+    assert "is refused then too" in caught.value.__notes__[-1]
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])

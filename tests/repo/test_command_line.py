@@ -89,8 +89,8 @@ def test_the_doctor_tries_what_is_installed(capsys, tmp_path, monkeypatch):
     ("arguments", "says"),
     [
         (["memory", "net_to_measure.py:gone"], "it has blocks, embedding, inputs"),
-        (["memory", "net_to_measure.py:whole"], "has no gradient; give --forward"),
-        (["memory", "net_to_measure.py:three", "--args", "3"], "nothing can be differentiated"),
+        (["memory", "net_to_measure.py:whole"], "has no gradient; use --forward"),
+        (["memory", "net_to_measure.py:three", "--args", "3"], "no argument can be differentiated"),
         (["memory", "net_to_measure.py:three", "--json", "no/m.json"], "can't write no/m.json"),
         (["plan", "net_to_measure:blocks", "--budget", "much"], "such as '2GiB'"),
     ],

@@ -290,7 +290,7 @@ HOLDING = {
 def test_an_object_that_holds_tensors_is_not_shared_by_mistake(make):
     called.clear()
     f = per_sample.grads(lambda w, held, x: (w * x).sum())
-    with pytest.raises(ValueError, match=r"is no pytree: pass a dict"):
+    with pytest.raises(ValueError, match=r"is not a pytree. Pass a dict"):
         f(X, make(), numbers(3, 3))
     assert not called
 

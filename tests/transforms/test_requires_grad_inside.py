@@ -94,7 +94,7 @@ def test_what_is_differentiated_can_not_be_switched_off(way, api):
         "jacrev": lambda: functx.jacrev(f)(x),
         "vjp": lambda: functx.vjp(f, x),
     }[api]
-    with pytest.raises(RuntimeError, match=r"switched requires_grad off .*argnums="):
+    with pytest.raises(RuntimeError, match=r"turned requires_grad off .*argnums="):
         call()
 
 

@@ -1,8 +1,9 @@
-"""A custom ``autograd.Function`` in JAX: its own backward, and its own jvp, at every order.
+"""A custom ``autograd.Function`` in JAX, with its own backward and jvp at every order.
 
-It is a call whose tangents are a linear call (``linear.py``): evaluated, that is
-the Function's jvp, or, where it has none, the transpose of its backward; transposed, it is the
-backward.  So forward over reverse (``jax.hessian``) works, which a ``jax.custom_vjp`` refuses.
+It becomes a call whose tangents are a linear call (``linear.py``). Evaluating the linear call runs
+the Function's jvp or, if it has none, the transpose of its backward. Transposing it runs the
+backward. So forward over reverse (``jax.hessian``) works, which ``jax.custom_vjp`` does not
+support.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from functx.compat._to_jax.nodes import CustomFunction, DerivativeRule
 
 Zeros = Callable[[], list[Any]]
 Run = Callable[..., list[Any]]
-"""Runs a graph, of a random key, the graph and its inputs; without ``stops`` derivatives go through
-``detach`` and ``no_grad`` blocks."""
+"""A function of a random key, a graph and its inputs, which runs the graph. With ``stops=False``,
+derivatives flow through ``detach`` and ``no_grad`` blocks."""
 
 
 def apply_custom_function(
@@ -29,7 +30,8 @@ def apply_custom_function(
 ) -> tuple[Any, ...]:
     """The results of a custom Function, with its own derivatives.
 
-    After its own ``operands`` comes what it closes over; ``rng`` is the program's random key.
+    ``operands`` are its own, followed by the tensors that it closes over. ``rng`` is the random key
+    of the program.
     """
     rules = _Rules(function, run)
     if not rules.of:
@@ -37,7 +39,7 @@ def apply_custom_function(
     keys = [] if rng is None else [rng]
 
     def apart(f: Callable[..., Any]) -> Callable[..., Any]:
-        """With the key apart from the operands."""
+        """Separate the key from the operands."""
         return lambda xs, *rest: f((*xs[: len(keys)], None)[0], xs[len(keys) :], *rest)
 
     forward, tangents = apart(rules.forward), apart(rules.tangents)
@@ -54,8 +56,8 @@ class _Rules:
         self._run = run
         self._jvp = function.jvp
         self._back = function.backward if isinstance(function.backward, DerivativeRule) else None
-        self.n = function.n_results  # intermediates follow
-        # Tangents are taken of the operands ``of``, and given for the results ``to``.
+        self.n = function.n_results  # the intermediates come after the results
+        # Rules take tangents of the operands ``of`` and return tangents of the results ``to``.
         if self._jvp is not None:
             self.of, self.to = self._jvp.of, self._jvp.to
         elif self._back is not None:
@@ -64,52 +66,57 @@ class _Rules:
             self.of, self.to = function.unruled, tuple(range(self.n))
 
     def forward(self, rng: Any, xs: Sequence[Any]) -> tuple[Any, ...]:
-        """Results and intermediates."""
+        """The results, followed by the intermediates."""
         return tuple(self._run(rng, self._function.forward_graph, xs))
 
     def tangents(self, rng: Any, xs: Sequence[Any], out: Any, moved: Any) -> list[Any]:
-        """Tangents of the results ``to``."""
+        """The tangents of the results ``to``."""
         inputs, results = [xs[i] for i in self.of], [out[i] for i in self.to]
         for_jvp = []
         if self._jvp is not None:
             middle = self._run(rng, self._jvp.forward, xs)[self.n :]
             for_jvp = _residuals(self._jvp, xs, out, middle)
         for_back = [] if self._back is None else _residuals(self._back, xs, out, out[self.n :])
-        kept = (rng, for_jvp, for_back)
+        rule_inputs = (rng, for_jvp, for_back)
         push = partial(self._push, _zeros_like(inputs), _zeros_like(results))
         if self._back is None and self._jvp is not None:
-            return push(kept, moved)
-        return linear(push, partial(self._pull, _zeros_like(inputs)), kept, moved, results)
+            return push(rule_inputs, moved)
+        return linear(push, partial(self._pull, _zeros_like(inputs)), rule_inputs, moved, results)
 
-    def _push(self, inputs: Zeros, results: Zeros, kept: Any, tangents: Sequence[Any]) -> list[Any]:
-        rng, residuals, _ = kept
+    def _push(
+        self, inputs: Zeros, results: Zeros, rule_inputs: Any, tangents: Sequence[Any]
+    ) -> list[Any]:
+        rng, residuals, _ = rule_inputs
         if self._jvp is not None:
             found = self._run(rng, self._jvp.graph, [*residuals, *tangents])
             return [z if t is None else t for t, z in zip(found, results())]
-        # The transpose of the backward.
-        pull = lambda *cotangents: self._pull(inputs, kept, cotangents, stops=False)  # noqa: E731
+
+        # Without a jvp, transpose the backward.
+        def pull(*cotangents: Any) -> list[Any]:
+            return self._pull(inputs, rule_inputs, cotangents, stops=False)
+
         transposed = transpose(pull, results(), list(tangents))
         if transposed is None:
             raise LoweringError(
                 f"{self._function.name}, a custom autograd.Function, has no jvp, and its backward"
-                " is not linear in what comes in, so it can't be transposed for forward mode: give"
-                " it a jvp"
+                " is not linear in the cotangents, so it can't be transposed for forward mode."
+                " Define a jvp for it"
             )
         return transposed
 
     def _pull(
-        self, inputs: Zeros, kept: Any, cotangents: Sequence[Any], stops: bool = True
+        self, inputs: Zeros, rule_inputs: Any, cotangents: Sequence[Any], stops: bool = True
     ) -> list[Any]:
-        rng, _, residuals = kept
+        rng, _, residuals = rule_inputs
         function = self._function
         if self._back is None:
             raise LoweringError(
-                f"{function.name}, a custom autograd.Function, has no backward that JAX could use:"
-                f" {function.backward}; give it one of torch operations"
+                f"{function.name}, a custom autograd.Function, has no backward that JAX can use:"
+                f" {function.backward}. Write its backward with torch operations"
             )
         # torch's gradient of a complex number is the conjugate of JAX's cotangent.
-        given = [*residuals, *map(jnp.conj, cotangents)]
-        found = self._run(rng, self._back.graph, given, stops)
+        inputs_of_rule = [*residuals, *map(jnp.conj, cotangents)]
+        found = self._run(rng, self._back.graph, inputs_of_rule, stops)
         found = [z if g is None else jnp.conj(g) for g, z in zip(found, inputs())]
         if not stops or not function.once:
             return found
@@ -117,26 +124,26 @@ class _Rules:
 
 
 def _residuals(rule: DerivativeRule, xs: Any, out: Any, middle: Any) -> list[Any]:
-    """What a rule reads; as in torch, no derivative flows through intermediates."""
+    """The residuals of a rule. As in torch, no derivative flows through intermediates."""
     of = {"operand": xs, "result": out, "intermediate": lax.stop_gradient(middle)}
     return [of[kind][i] for kind, i in rule.residuals]
 
 
 def _zeros_like(xs: Sequence[Any]) -> Zeros:
-    """Makes zeros; they close over no tracers."""
+    """A function that makes zeros like ``xs``, without closing over tracers."""
     shapes = [(x.shape, x.dtype) for x in xs]
     return lambda: [jnp.zeros(*shape) for shape in shapes]
 
 
 def _once(function: CustomFunction, gradients: list[Any], inputs: list[Any]) -> list[Any]:
-    """Gradients that can't be differentiated again, by whatever they were computed from."""
+    """Gradients that raise an error if they are differentiated again."""
 
     def refuse(*_: Any) -> Any:
         raise LoweringError(
             f"the backward of {function.name}, a custom autograd.Function, is"
-            " once_differentiable: it has no second derivative. Write it with differentiable"
+            " once_differentiable, so it has no second derivative. Write it with differentiable"
             " operations, and without once_differentiable"
         )
 
-    given = [*gradients, *inputs]
-    return ruled(lambda *xs: xs[: len(gradients)], refuse, given, range(len(given)), ())
+    xs = [*gradients, *inputs]
+    return ruled(lambda *xs: xs[: len(gradients)], refuse, xs, range(len(xs)), ())

@@ -1,8 +1,8 @@
 """Run a functional ATen graph on JAX arrays.
 
 Invariant: each value has the shape and (up to :func:`to_jax_dtype`) the dtype that torch's trace
-recorded for it, whatever JAX's own promotion would have made of it.  A region becomes a
-``jax.checkpoint`` at the same cut; see NOTE [replays].
+recorded for it, regardless of JAX's own type promotion. A region becomes a ``jax.checkpoint`` with
+the same inputs and outputs; see NOTE [replays].
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from functx.compat._to_jax.rules.table import lookup, names_of
 from functx.compat._to_jax.source_lines import at_source
 
 # NOTE [replays]
-# A region that comes from a ``functx.grad`` inside the lowered function has a twin: "replay, then
-# pull back".  JAX does not differentiate the pair, so nothing tells XLA to keep them apart, and it
-# would merge the twin's recomputation with the forward pass (same operations, same operands),
-# keeping every activation.  ``optimization_barrier`` on the twin's operands makes them different
-# values; and because the cotangent is among them, the recomputation can't be scheduled before it.
+# A ``functx.grad`` inside the lowered function makes two regions: the forward, and "replay, then
+# pull back". JAX does not differentiate the pair, so XLA would merge the replay's recomputation
+# with the forward pass (same operations, same operands), and keep every activation.
+# ``optimization_barrier`` on the operands of the replay makes them different values. Because the
+# cotangent is among them, the recomputation can't be scheduled before the cotangent is there.
 
-NEEDS_KEY = "lower with to_jax(f, rng=True) and call with a jax.random key as first argument"
+NEEDS_KEY = "use to_jax(f, rng=True), and pass a jax.random key as the first argument"
 _STOPS = ("aten::detach.default", "functx::straight_through.default")
 Observe = Callable[[Sequence[Any], str], Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a rule may ask about its node."""
+    """Information for a rule about its node."""
 
-    shape: tuple[int, ...]  # of the (first) result
-    dtype: Any  # JAX dtype of the (first) result
+    shape: tuple[int, ...]  # the shape of the (first) result
+    dtype: Any  # the JAX dtype of the (first) result
     node: Node
-    rng: Any = None  # the node's own random key, if the function was given one
+    rng: Any = None  # the random key of the node, if the function got a key
 
     def key(self) -> Any:
         """The random key of this node; a ``LoweringError`` if it was lowered without one."""
@@ -66,14 +66,14 @@ class Interpreter:
     """Evaluates graphs.
 
     Attributes:
-        observe: called with the operands of each outermost region and its name; what it
-            returns is used in their place (``crosscheck`` records them there).
-        depth: how many regions enclose the graph being run.
-        rng: the random key of the whole program, if any; each draw folds its number into it.
+        observe: called with the operands of each outermost region and its name; its result replaces
+            the operands (``crosscheck`` records them this way).
+        depth: the number of regions around the graph that runs.
+        rng: the random key of the program, if any; each draw folds its number into it.
         stops: whether derivatives stop where torch stops them.
-        saved: names under which ``jax.checkpoint`` saves values of the graph being run.
-        layers: by the node of each call in it, the run of layers that becomes one loop.
-        numbers: of random draws, where a loop gives them.
+        saved: names under which ``jax.checkpoint`` saves values of the graph that runs.
+        layers: by the node of each call, the run of layers that becomes one loop.
+        numbers: the numbers of random draws inside a loop, where they differ by iteration.
     """
 
     observe: Observe | None = None
@@ -85,7 +85,7 @@ class Interpreter:
     numbers: Mapping[Node, Any] = field(default_factory=dict)
 
     def run(self, module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-        """Evaluate a functional graph: of a JAX array per placeholder, one per output."""
+        """Evaluate a functional graph, with a JAX array for each placeholder and each output."""
         env: dict[Node, Any] = {}
         feed = iter(inputs)
         saved = self.saved
@@ -128,7 +128,7 @@ class Interpreter:
         return apply_rule(node, args, kwargs, self._key(node))
 
     def _layers(self, layers: Layers, env: dict[Node, Any]) -> None:
-        """All calls of a run, at the first of them."""
+        """Evaluate all calls of a run of layers, when the first of them is reached."""
         first = layers.calls[0]
         if first in env:
             return
@@ -136,14 +136,14 @@ class Interpreter:
         def call(operands: list[Any], numbers: Mapping[Node, Any]) -> tuple[Any, ...]:
             return replace(self, numbers=numbers)._region(first, operands)
 
-        given = [
+        operands = [
             [env.get(n) if isinstance(n, Node) else n for n in c.args[1:]] for c in layers.calls
         ]
-        for node, results in zip(layers.calls, layers.run(given, call)):
+        for node, results in zip(layers.calls, layers.run(operands, call)):
             env[node] = named(results, *names_of_node(node))
 
     def _key(self, node: Node) -> Any:
-        # By the number of the draw: a region that runs again, or is replayed, draws the same.
+        # The key depends on the number of the draw, so a region draws the same when it is replayed.
         number = self.numbers.get(node, node.meta.get("functx_draw"))
         if self.rng is None or number is None:
             return None
@@ -157,7 +157,7 @@ class Interpreter:
         stops: bool = True,
         saved: Mapping[Node, tuple[str, ...]] | None = None,
     ) -> list[Any]:
-        """Run the graph of something inside this one."""
+        """Run the graph of a region or a Function inside this one."""
         inner = replace(
             self,
             depth=self.depth + 1,
@@ -183,7 +183,7 @@ class Interpreter:
         if self.observe is None:
             if getattr(region, "replay", False):
                 rng, operands = lax.optimization_barrier((rng, operands))
-        elif self.depth == 0:  # not compiled, so nothing is merged
+        elif self.depth == 0:  # it runs without jit, so XLA merges nothing
             operands = list(self.observe(operands, name))
         return jax.checkpoint(run, policy=policy)(rng, *operands)
 
@@ -191,10 +191,10 @@ class Interpreter:
 def apply_rule(
     node: Node, args: Any, kwargs: dict[str, Any], key: Callable[[], Any] | None = None
 ) -> Any:
-    """Apply the rule of a node to JAX arrays and give the result its traced dtypes.
+    """Apply the rule of a node to JAX arrays, and convert the result to its traced dtypes.
 
-    A ``LoweringError`` names the user's line: the rule refuses the arguments, gives another shape
-    than torch, or a number does not fit.
+    Raises a ``LoweringError`` with the line of user code if the rule does not support the
+    arguments, if it returns another shape than torch, or if a number does not fit.
     """
     try:
         return _apply(node, args, kwargs, key)
@@ -202,8 +202,8 @@ def apply_rule(
         raise LoweringError(f"{node.target}{at_source(node)}: {err}") from err
     except OverflowError as err:
         raise LoweringError(
-            f"{node.target}{at_source(node)} is given a number that does not fit: {err}. If it"
-            f" needs 64 bits, {ENABLE_X64}"
+            f"{node.target}{at_source(node)} gets a number that does not fit: {err}. If it needs"
+            f" 64 bits, {ENABLE_X64}"
         ) from err
 
 
@@ -230,7 +230,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 def _number(x: complex, dtype: Any) -> Any:
-    """A Python number in an array's dtype; it stays one (weakly typed) where that is the same."""
+    """Convert a Python number to the kind of an array's dtype; small ones stay weakly typed."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return x
     if jnp.issubdtype(dtype, jnp.floating):
@@ -238,7 +238,7 @@ def _number(x: complex, dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.bool_):
         return bool(x)
     whole = int(x.real if isinstance(x, complex) else x)
-    # Beyond 32 bits JAX takes a number for one of 64, whatever it is added to.
+    # JAX would promote to 64 bits for a Python number that needs more than 32.
     return whole if -(1 << 31) <= whole < 1 << 31 else np.asarray(whole, dtype)
 
 
@@ -255,8 +255,8 @@ def _conform(out: Any, value: Any, node: Node) -> Any:
         out = _convert(out, dtype)
     if out.shape != tuple(value.shape):
         raise LoweringError(
-            f"the rule gave shape {out.shape} where torch has {tuple(value.shape)}; please report"
-            " this"
+            f"the rule returned shape {out.shape}, but torch returns {tuple(value.shape)}; please"
+            " report this"
         )
     return out
 

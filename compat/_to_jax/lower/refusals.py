@@ -1,4 +1,4 @@
-"""Before a graph is interpreted: everything that JAX can't say, in one error.
+"""Check, before a graph runs, that JAX can express it; list all problems in one error.
 
 Invariant: a program that passes has a rule for every operation, and 64-bit floats only if x64 is
 on.
@@ -32,11 +32,12 @@ _SHIFTS = (aten.bitwise_left_shift.Tensor_Scalar, aten.__lshift__.Scalar)
 def check(program: FunctionalGraph, rng: bool = False) -> None:
     """Raise one error that lists every reason why a program can't be lowered.
 
-    Random operations are one, unless there will be a key (``rng``).
+    Random operations are a reason if ``rng`` is false, since there is no key for them.
     """
     problems = [*_operations(program), *_random(program, rng), *_wide(program)]
     if problems:
-        raise LoweringError("can't be lowered to JAX:\n" + "\n".join(f"  - {p}" for p in problems))
+        listed = "\n".join(f"  - {p}" for p in problems)
+        raise LoweringError(f"the function can't be lowered to JAX:\n{listed}")
 
 
 def _calls(program: FunctionalGraph) -> list[Node]:
@@ -46,7 +47,7 @@ def _calls(program: FunctionalGraph) -> list[Node]:
 
 
 def _listed(found: Iterable[tuple[str, Node]]) -> str:
-    """Each of some texts with how often it was found, and at which line of the user first."""
+    """The texts in ``found``, each with its count and the line of user code of its first node."""
     nodes: dict[str, list[Node]] = {}
     for text, node in found:
         nodes.setdefault(text, []).append(node)
@@ -64,9 +65,9 @@ def _operations(program: FunctionalGraph) -> list[str]:
     if not missing:
         return []
     return [
-        f"{len(dict(missing))} operations have no rule: {_listed(missing)}; write them with other"
-        " operations of torch, or with functx.compat.from_jax(g) of a JAX function g, which is g"
-        " itself in the lowered function"
+        f"{len(dict(missing))} operations have no rule: {_listed(missing)}. Use other operations of"
+        " torch, or functx.compat.from_jax(g) with a JAX function g, which the lowered function"
+        " calls directly"
     ]
 
 
@@ -82,7 +83,7 @@ def _random(program: FunctionalGraph, rng: bool) -> list[str]:
 
 
 def _wide(program: FunctionalGraph) -> list[str]:
-    """What 64 bits would be narrowed, or cut off, with x64 off."""
+    """Problems with 64-bit numbers while x64 is off."""
     if x64_enabled():
         return []
     floats, integers = [], []
@@ -98,14 +99,14 @@ def _wide(program: FunctionalGraph) -> list[str]:
         )
     if integers:
         problems.append(
-            "64-bit integers, which JAX has no room for while 64-bit types are off:"
+            "64-bit integers, which do not fit while JAX's 64-bit types are off:"
             f" {_listed(integers)}; {ENABLE_X64}"
         )
     return problems
 
 
 def _wide_integers(node: Node) -> list[str]:
-    """What a node needs more than 32 bits of its integers for."""
+    """The reasons why a node needs more than 32 bits of its integers."""
     op: Any = node.target
     out = [v.dtype in WIDE_INTEGERS for v in tensors_of(node)]
     read = [v.dtype in WIDE_INTEGERS for n in node.all_input_nodes for v in tensors_of(n)]
@@ -114,16 +115,16 @@ def _wide_integers(node: Node) -> list[str]:
     if op in _ALL_BITS:
         return ["all bits of torch.int64"]
     if op in _OTHER_BITS:
-        return ["other dtypes of the same bits"]
+        return ["a view in another dtype"]
     rule = lookup(op)
     draws = rule is not None and rule.random
     if not any(out) and rule is not None and rule.cast:
-        return []  # the numbers are taken in the dtype of the result
+        return []  # the rule converts the numbers to the dtype of the result
     return [
         str(x)
         for kind, x in typed_arguments(op, node.args, node.kwargs)
         if (isinstance(x, int) or (isinstance(x, float) and any(out)))
         and not -(1 << 31) <= x < (32 if op in _SHIFTS else 1 << 31)
-        # Of sizes and ends of slices, the greatest number there is means all of them.
+        # For sizes and ends of slices, the largest int64 means "to the end".
         and (draws or "int" not in kind)
     ]

@@ -1,7 +1,7 @@
-"""Layers of the same code as one ``lax.scan``, which is traced and compiled once.
+"""Run layers with the same code as one ``lax.scan``, which is traced and compiled once.
 
-A run is some calls of regions whose graphs are alike. Each operand is shared by all, carried (a
-result of the call before), or stacked: a layer's own parameters, say.
+A run is a sequence of calls of regions with equal graphs. Each operand is shared by all calls,
+carried (it is a result of the call before), or stacked (for example a layer's own parameters).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Layers:
 
     Attributes:
         calls: the nodes of the regions.
-        roles: of each operand: shared, stacked, or the number of the result that is carried to it.
+        roles: for each operand: shared, stacked, or the number of the result that it carries.
     """
 
     calls: tuple[Node, ...]
@@ -44,32 +44,35 @@ class Layers:
     def run(
         self, operands: Sequence[Sequence[Any]], call: Callable[[list[Any], Any], Sequence[Any]]
     ) -> list[tuple[Any, ...]]:
-        """The results of all calls; ``call`` is that of the first, with any numbers of draws.
+        """The results of all calls.
 
-        Of ``operands`` that are carried, only the first call's are read.
+        Args:
+            operands: the operands of each call. For carried operands, only those of the first call
+                are read.
+            call: makes the first call, with other operands and other numbers of draws.
         """
         draws = [_draws(body_of(node)) for node in self.calls]
         numbers = jnp.asarray([[d.meta["functx_draw"] for d in drawn] for drawn in draws], int)
         places = [place for place, role in enumerate(self.roles) if role == STACKED]
-        own = {place: jnp.stack([given[place] for given in operands]) for place in places}
+        own = {place: jnp.stack([of_call[place] for of_call in operands]) for place in places}
         carried = {place: role for place, role in enumerate(self.roles) if isinstance(role, int)}
 
         def layer(state: dict[int, Any], of_layer: Any) -> Any:
-            mine, drawn = of_layer
-            of_call = {**dict(enumerate(operands[0])), **mine, **state}  # in their order
+            stacked, drawn = of_layer
+            of_call = {**dict(enumerate(operands[0])), **stacked, **state}  # ordered by place
             results = call([*of_call.values()], dict(zip(draws[0], drawn)))
             state = {place: results[result] for place, result in carried.items()}
-            return state, [r if number in stacked else None for number, r in enumerate(results)]
+            return state, [r if number in read else None for number, r in enumerate(results)]
 
-        stacked, start = self._stacked(), {place: operands[0][place] for place in carried}
+        read, start = self._results_read(), {place: operands[0][place] for place in carried}
         last, results = lax.scan(layer, start, (own, numbers))
         found = [[None if r is None else r[i] for r in results] for i in range(len(self.calls))]
         for place, result in carried.items():
             found[-1][result] = last[place]
         return [tuple(f) for f in found]
 
-    def _stacked(self) -> set[Any]:
-        """Numbers of results that are read otherwise than by the next call, which carries them."""
+    def _results_read(self) -> set[Any]:
+        """Numbers of results that other nodes read in addition to the next call."""
         return {
             taken.args[1]
             for call, following in zip(self.calls, (*self.calls[1:], None))
@@ -80,12 +83,16 @@ class Layers:
 
 
 def layers_of(graph: Graph) -> tuple[dict[Node, Layers], str]:
-    """The run that each call of a region is in, and why the first that is in none is not."""
+    """The runs of layers in a graph.
+
+    Returns:
+        The run for each call of a region, and the reason why the first call without a run has none.
+    """
     _move_forward(graph)
     order = {node: number for number, node in enumerate(graph.nodes)}
     regions = [n for n in graph.nodes if is_region(n) and not n.meta["functx_region"].replay]
     found: dict[Node, Layers] = {}
-    reason = "it calls no two regions" if len(regions) < 2 else ""
+    reason = "it has less than two regions" if len(regions) < 2 else ""
     while regions:
         calls, choices = regions[:1], [set[str | int]()]
         for node in regions[1:]:
@@ -105,7 +112,7 @@ def layers_of(graph: Graph) -> tuple[dict[Node, Layers], str]:
 
 
 def _move_forward(graph: Graph) -> None:
-    """Let what depends on no region, copies of buffers say, run before all of them."""
+    """Move nodes that depend on no region (such as copies of buffers) before all regions."""
     first, late = None, set[Node]()
     for node in list(graph.nodes):
         if is_region(node) or node.op == "output" or not late.isdisjoint(node.all_input_nodes):
@@ -115,7 +122,7 @@ def _move_forward(graph: Graph) -> None:
 
 
 def _roles(calls: list[Node], node: Node, order: dict[Node, int]) -> list[set[str | int]]:
-    """What each operand of a further call can be."""
+    """The possible roles of each operand of a further call."""
     first, last = calls[0], calls[-1]
     found = []
     for one, other in zip(first.args[1:], node.args[1:]):
@@ -139,7 +146,7 @@ def _draws(module: GraphModule) -> list[Node]:
 
 
 def difference(one: GraphModule, other: GraphModule) -> str:
-    """What differs between two graphs, if something does."""
+    """The first difference between two graphs; ``""`` if there is none."""
     same: dict[Node, Node] = {}
     a, b = one.graph.nodes, other.graph.nodes
     if len(a) != len(b):
@@ -147,20 +154,20 @@ def difference(one: GraphModule, other: GraphModule) -> str:
     for x, y in zip(a, b):
         same[y] = x
         if not _alike(x, y, same):
-            given = [n.args if x.target == y.target else "" for n in (x, y)]
-            return f"{x.target}{given[0]}{at_source(x)} is not {y.target}{given[1]}{at_source(y)}"
+            args = [n.args if x.target == y.target else "" for n in (x, y)]
+            return f"{x.target}{args[0]}{at_source(x)} is not {y.target}{args[1]}{at_source(y)}"
         if x.op == "get_attr" and (why := _unlike(attribute(x), attribute(y))):
             return why
     return ""
 
 
 def _unlike(p: Any, q: Any) -> str:
-    """What differs between two bodies of regions, custom Functions, or constants."""
+    """The first difference between two bodies of regions, custom Functions, or constants."""
     if isinstance(p, GraphModule) and isinstance(q, GraphModule):
         return difference(p, q)
     if not isinstance(p, CustomFunction) or not isinstance(q, CustomFunction):
         return "" if p is q else "they have different constants"
-    # Its derivatives can't read the numbers of a loop's draws.
+    # The derivatives of a Function can't read the numbers of draws in a loop.
     if any(map(_draws, p.graphs())):
         return f"{p.name}, a custom autograd.Function, draws random numbers"
     if p.described() != q.described():
@@ -176,10 +183,10 @@ def _alike(x: Node, y: Node, same: dict[Node, Node]) -> bool:
         return True
     if is_region(x) and _options(x, y):
         return False
-    given = map_arg((y.args, y.kwargs), same.__getitem__)
+    renamed = map_arg((y.args, y.kwargs), same.__getitem__)
     return (
         x.target == y.target
-        and repr((x.args, x.kwargs)) == repr(given)
+        and repr((x.args, x.kwargs)) == repr(renamed)
         and names_of_node(x) == names_of_node(y)
         and ("functx_draw" in x.meta) == ("functx_draw" in y.meta)
     )

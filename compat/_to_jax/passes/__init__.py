@@ -1,1 +1,1 @@
-"""Passes over a traced graph: no constants, no writes, and what policies save across regions."""
+"""Passes over a traced graph: lift constants, remove writes, and apply the policies of regions."""

@@ -1,8 +1,7 @@
-"""From a traced graph to one without constants and without writes.
+"""Remove constants and writes from a traced graph.
 
-Invariant: ``lift_constants`` leaves no tensor in a graph; ``functional`` leaves no node that
-writes.  What a node is marked with (the region's name and policy, the number of a draw) survives
-both.
+Invariant: after ``lift_constants`` the graph contains no tensors, and after ``functional`` no node
+writes. Both keep the marks of nodes (the region's name and policy, the number of a draw).
 """
 
 from __future__ import annotations
@@ -31,16 +30,23 @@ from functx.compat._to_jax.source_lines import at_source, warn
 aten = torch.ops.aten
 _MOST_PASSES = 4
 Again = Callable[[Callable[..., object], list[torch.Tensor]], GraphModule]
-"""Traces a function of some tensors."""
+"""Traces a function for some tensors."""
 
 
 def lift_constants(
     module: GraphModule, mode: FakeTensorMode, known: Callable[[torch.Tensor], bool] | None = None
 ) -> list[torch.Tensor]:
-    """Make every tensor attribute a placeholder, inside regions first; return the tensors.
+    """Replace every tensor attribute by a placeholder, inside regions first.
 
-    A traced tensor that is not ``known`` to be of the graph around this is a value that the tracer
-    lost: a ``LoweringError``.
+    Args:
+        module: the graph.
+        mode: the fake mode of the trace.
+        known: says whether a traced tensor is a value of the surrounding graph. For any other
+            traced tensor, the tracer has lost track of the value, and a ``LoweringError`` is
+            raised.
+
+    Returns:
+        The tensors, in the order of their placeholders.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -62,10 +68,11 @@ def lift_constants(
         if fake and not (known is not None and known(tensor)):
             used = ", ".join(f"{u.target}{at_source(u)}" for u in node.users)
             raise LoweringError(
-                f"the tracer lost track of a value that depends on the inputs ({used} uses it):"
-                " code that can't be seen made it (compute it by operations of torch, or by"
-                " from_jax(g)), or a region, or a layer of scan=, gives it away otherwise than by"
-                " return (leave out what hooks record: output_attentions, output_router_logits)"
+                f"the tracer lost track of a value that depends on the inputs ({used} uses it)."
+                " Either code that the tracer can't see computed it (use operations of torch, or"
+                " from_jax(g)), or a region or a layer of scan= passes it on without returning it"
+                " (as hooks do that record outputs; turn off output_attentions and"
+                " output_router_logits)"
             )
         if id(tensor) not in lifted:
             with graph.inserting_after(last) if last else graph.inserting_before(None):
@@ -79,13 +86,13 @@ def lift_constants(
 
 
 def own_memory(module: GraphModule) -> None:
-    """Give what is detached and then written memory of its own: its derivative is that of writes.
+    """Copy tensors that are detached and then written to, so that derivatives follow the writes.
 
-    What it was detached from gets the values too, and keeps its derivative. Where both are written,
-    each would have to follow the other: a ``LoweringError``.
+    The tensor that was detached gets the new values too, and keeps its derivative. If both are
+    written to, each would have to follow the other, which is a ``LoweringError``.
     """
     for inner in modules_of(module):
-        sources: dict[Node, Node] = {}  # of each copy, what it was detached from
+        sources: dict[Node, Node] = {}  # for each copy, the tensor that was detached
         writes = [n for n in inner.graph.nodes if is_mutable(n.target)]
         for write in [*writes]:
             while write is not None:
@@ -93,7 +100,7 @@ def own_memory(module: GraphModule) -> None:
 
 
 def _aliases(node: Any) -> list[Node]:
-    """A node, and what it shares its memory with, back to where that was made."""
+    """A node and the nodes that it is a view of, back to the one that allocated the memory."""
     found = []
     while isinstance(node, Node):
         found.append(node)
@@ -104,7 +111,11 @@ def _aliases(node: Any) -> list[Node]:
 
 
 def _write_apart(write: Node, sources: dict[Node, Node], writes: list[Node]) -> Node | None:
-    """Lets a write go to a copy of what was detached; returns the write to where that came from."""
+    """Redirect a write to a copy of the detached tensor.
+
+    Returns the node that writes the new values to the original tensor, if there is one. It may need
+    to be redirected in turn.
+    """
     aliases, graph = _aliases(write.args[0]), write.graph
     detached = next((n for n in aliases if n.target is aten.detach.default), None)
     if detached is not None:
@@ -116,7 +127,8 @@ def _write_apart(write: Node, sources: dict[Node, Node], writes: list[Node]) -> 
         later = [w for w in writes if w > detached and _aliases(w.args[0])[-1:] == origin]
         if later:
             raise LoweringError(
-                f"a tensor and its detach() are both written{at_source(later[0])}: clone() it first"
+                f"a tensor and its detach() are both written to{at_source(later[0])}; use"
+                " detach().clone()"
             )
         aliases = [copy]
     if not aliases or (source := sources.get(aliases[-1])) is None:
@@ -131,10 +143,10 @@ def _write_apart(write: Node, sources: dict[Node, Node], writes: list[Node]) -> 
 
 
 def functional(module: GraphModule, again: Again, mode: FakeTensorMode) -> GraphModule:
-    """Trace a graph ``again``, functionalized, until no node writes.
+    """Functionalize a graph and trace it ``again``, until no node writes.
 
-    Writes to placeholders are left, as ``copy_`` nodes. An operation without a functional form is a
-    ``LoweringError``.
+    Writes to placeholders remain, as ``copy_`` nodes. Raises a ``LoweringError`` for an operation
+    without a functional form.
     """
     for _ in range(_MOST_PASSES):
         if not any(is_mutable(n.target) for m in modules_of(module) for n in m.graph.nodes):
@@ -154,7 +166,7 @@ def functional(module: GraphModule, again: Again, mode: FakeTensorMode) -> Graph
 
 
 def _keep_marks(before: GraphModule, after: GraphModule) -> None:
-    """Mark regions and draws in a graph that was traced again as they were."""
+    """Copy the marks of regions and draws to a graph that was traced again."""
     for what, kind, mark in (
         ("remat regions", is_region, "functx_region"),
         ("random operations", lambda n: draws(n.target, n.args), "functx_draw"),
@@ -172,9 +184,9 @@ def _keep_marks(before: GraphModule, after: GraphModule) -> None:
 
 
 def drop_writes_to_inputs(module: GraphModule, n_inputs: int) -> None:
-    """Drop writes to inputs with a warning; refuse writes to what the function closes over.
+    """Drop writes to inputs, with a warning, and raise an error for writes to captured tensors.
 
-    The latter are placeholders too, beyond the first ``n_inputs``.
+    The first ``n_inputs`` placeholders are inputs, the others are captured tensors.
     """
     written = writes_to_placeholders(module)
     inputs = placeholders(module)[:n_inputs]
@@ -182,14 +194,14 @@ def drop_writes_to_inputs(module: GraphModule, n_inputs: int) -> None:
     if closed_over:
         raise LoweringError(
             f"the function writes to {closed_over} tensors that it closes over (buffers,"
-            " parameters), and JAX has no place to keep the new values. Pass them as arguments and"
-            " return the new values; of a module, by to_jax(module, buffers=True), or do without"
-            " them: module.eval()"
+            " parameters), but JAX can't store the new values. Pass them as arguments and return"
+            " the new values. For a module, use to_jax(module, buffers=True), or module.eval() if"
+            " it writes only in training"
         )
     if written:
         warn(
-            f"the function writes to {len(written)} of its arguments: JAX arrays never change, so"
-            " the caller will not see it. Return the new values if they are needed"
+            f"the function writes to {len(written)} of its arguments, but JAX arrays never change,"
+            " so the caller will not see this. Return the new values if they are needed"
         )
     for node in reversed(written):
         node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
@@ -197,6 +209,6 @@ def drop_writes_to_inputs(module: GraphModule, n_inputs: int) -> None:
 
 
 def writes_to_placeholders(module: GraphModule) -> list[Node]:
-    """The nodes with which a functional graph writes to its inputs."""
+    """The nodes by which a functional graph writes to its inputs."""
     written = module.graph.find_nodes(op="call_function", target=aten.copy_.default)
     return [node for node in written if getattr(node.args[0], "op", "") == "placeholder"]

@@ -1,14 +1,14 @@
-"""What a region with a policy saves in JAX: the values that the policy keeps in torch, by name.
+"""Let a region with a policy save in JAX the values that the policy saves in torch.
 
-The policy is asked here, about the ATen operations of the region's graph on one example, as in
-torch; what it keeps gets a name of its own, and ``jax.checkpoint`` saves these names.  So neither
-JAX's own idea of an operation nor a ``jax.vmap`` around it changes what is kept.
+The policy decides about the ATen operations in the region's graph, on one example, as in torch.
+Each value that it saves gets a unique name, and ``jax.checkpoint`` saves these names. So the choice
+does not depend on JAX's primitives, or on a ``jax.vmap`` around the region.
 
-A trace below ``functx.vmap`` holds batched operations, which a policy is not meant to judge.  So
-each function that the body of such a region calls is traced once more, on shapes of one example,
-and what it runs there is written at the nodes of the real one, matched by order, kind and size.
-Only what is kept depends on the match, never a value; NOTE [one example] in
-`functx._remat.examples` says the same of running torch.
+A trace below ``functx.vmap`` contains batched operations, but a policy decides about operations on
+one example. So each function that the body of such a region calls is traced once more, with the
+shapes of one example. The operations of that trace are noted at the nodes of the real one, matched
+by order, kind and size. A wrong match can only change what is saved, never a value. NOTE [one
+example] in `functx._remat.examples` describes the same for torch.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from functx.compat._to_jax.nodes import nodes_from_now, tensors_of
 from functx.compat._to_jax.rules.table import decompositions
 
 EXAMPLE = "functx_example"
-"""Under which ``node.meta["custom"]`` has what a batched operation is for one example."""
+"""The key in ``node.meta["custom"]`` for the operation on one example."""
 
 
 def with_examples(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a function of a region's body; mark its nodes if a policy will ask about one example."""
+    """Call a function in the body of a region; mark its nodes with operations on one example."""
     batch = batch_being_traced()
     mode = engine.proxy_mode() if batch > 1 else None
     if mode is None:
         return func(*args, **kwargs)
-    made = nodes_from_now(mode.tracer.graph)
+    new_nodes = nodes_from_now(mode.tracer.graph)
     out = func(*args, **kwargs)
-    if made():
-        _mark(made(), _one_example(func, args, kwargs), batch)
+    if new_nodes():
+        _mark(new_nodes(), _one_example(func, args, kwargs), batch)
     return out
 
 
 def _one_example(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Node]:
-    given = args, kwargs
+    arguments = args, kwargs
     tensors: list[torch.Tensor] = []
-    map_tensors(tensors.append, given)
+    map_tensors(tensors.append, arguments)
 
     def run(*inputs: torch.Tensor) -> Any:
         feed = iter(inputs)
-        again, named = map_tensors(lambda _: next(feed), given)
-        return func(*again, **named)
+        args, kwargs = map_tensors(lambda _: next(feed), arguments)
+        return func(*args, **kwargs)
 
     try:
         with (
@@ -67,7 +67,7 @@ def _one_example(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
         ):
             metas = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
             graph = make_fx(run, decomposition_table=decompositions())(*metas).graph
-    except Exception:  # what has no shapes without values
+    except Exception:  # its shapes depend on values; then no operation is known
         return []
     return [n for n in graph.nodes if n.op == "call_function"]
 
@@ -109,7 +109,7 @@ def _same(example: Node, node: Node, batch: int) -> bool:
 
 
 def value_of(node: Node, per_example: bool) -> Value:
-    """A node's value as a policy is to see it; without an operation if nothing is known of it."""
+    """The value of a node as a policy sees it; without an operation if that is not known."""
     if per_example:
         target, args, kwargs, out = node.meta.get("custom", {}).get(EXAMPLE, (None, (), {}, None))
     else:
@@ -123,16 +123,16 @@ _regions = itertools.count()
 
 
 def names_of_node(node: Node) -> tuple[str, ...]:
-    """What ``functx.checkpoint_name`` called a node's value."""
+    """The names that ``functx.checkpoint_name`` gave to a node's value."""
     return tuple(node.meta.get("custom", {}).get("functx_names", ()))
 
 
-def kept_values(
+def saved_values(
     body: GraphModule, policy: Policy, per_example: bool = False
 ) -> dict[Node, Decision]:
-    """The nodes of a region's graph whose values the policy keeps.
+    """The nodes of a region's graph whose values the policy saves.
 
-    ``per_example``: the graph is batched, and the policy asked about one example.
+    ``per_example`` means that the graph is batched, and the policy decides about one example.
     """
     found: dict[Node, Decision] = {}
     for node in body.graph.nodes:
@@ -140,7 +140,7 @@ def kept_values(
             continue
         value = value_of(node, per_example)
         names = frozenset(names_of_node(node))
-        # First the operation, then its names, as they come in torch.
+        # As in torch, the policy sees the operation first, and then the names.
         decision = Decision.RECOMPUTE if value.func is None else policy.decide(value)
         if names:
             value.names = names
@@ -153,14 +153,14 @@ def kept_values(
 def saving(
     body: GraphModule, policy: Policy | None, per_example: bool = False
 ) -> tuple[dict[Node, tuple[str, ...]], Any]:
-    """Names for the values that a region keeps, and what ``jax.checkpoint`` takes as its policy."""
+    """Names for the values that a region saves, and a policy of ``jax.checkpoint`` with them."""
     if policy == Everything(True):
         return {}, jax.checkpoint_policies.everything_saveable
-    kept = {} if policy is None else kept_values(body, policy, per_example)
-    region = next(_regions) if kept else 0
-    names: dict[Node, tuple[str, ...]] = {node: (f"functx.{region}.{node.name}",) for node in kept}
-    saved = [names[n][0] for n, decision in kept.items() if decision is Decision.SAVE]
-    offloaded = [names[n][0] for n, decision in kept.items() if decision is Decision.OFFLOAD]
+    found = {} if policy is None else saved_values(body, policy, per_example)
+    region = next(_regions) if found else 0
+    names: dict[Node, tuple[str, ...]] = {node: (f"functx.{region}.{node.name}",) for node in found}
+    saved = [names[n][0] for n, decision in found.items() if decision is Decision.SAVE]
+    offloaded = [names[n][0] for n, decision in found.items() if decision is Decision.OFFLOAD]
     policies = jax.checkpoint_policies
     if offloaded:
         return names, policies.save_and_offload_only_these_names(
@@ -173,7 +173,7 @@ def saving(
 
 
 def named(value: Any, *names: str) -> Any:
-    """A value under each of some names."""
+    """Give a value several names for ``jax.checkpoint``."""
     if isinstance(value, tuple | list):
         return type(value)([named(v, *names) for v in value])
     if isinstance(value, jax.Array):
@@ -182,9 +182,9 @@ def named(value: Any, *names: str) -> Any:
     return value
 
 
-# Derivatives that torch computes from an operation's result.  JAX computes some from an inner value
-# instead, which has no name when the result does: a region that saves the result by name would
-# recompute it all the same.
+# Operations whose derivative torch computes from the result. JAX computes some of these from an
+# intermediate value, which does not have the name of the result. So a region that saves the result
+# by its name would still recompute it.
 _TANGENTS: dict[str, Callable[..., Any]] = {
     "aten::tanh": lambda y, t: t * (1 - y * y),
     "aten::sigmoid": lambda y, t: t * (y * (1 - y)),
@@ -203,9 +203,9 @@ _TANGENTS: dict[str, Callable[..., Any]] = {
 def from_result(
     name: str, compute: Callable[..., Any], args: tuple[Any, ...], mark: Callable[[Any], Any]
 ) -> Any:
-    """``mark(compute(*args))``, differentiated by way of the marked value where torch would.
+    """``mark(compute(*args))``, with a derivative that reads the marked value if torch's does.
 
-    ``name`` is that of the operation, without its overload; ``mark`` gives the result a name.
+    ``name`` is the name of the operation, without its overload; ``mark`` gives the result a name.
     """
     tangent = _TANGENTS.get(name)
     x = args[0] if args else None

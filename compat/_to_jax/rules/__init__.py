@@ -1,1 +1,1 @@
-"""Rules: what each ATen operation is in JAX, a file a family."""
+"""Rules: the implementation of each ATen operation in JAX, with one file per family."""

@@ -1,7 +1,7 @@
-"""Activations, and the backward operations of those that torch defines by parts.
+"""Activations, and the backward operations of those that are defined piecewise.
 
-Where two parts meet, the slope is that of the left one, and the derivative of the slope is zero, as
-in torch.
+Where two pieces meet, the slope is that of the left one, and the derivative of the slope is zero,
+as in torch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _softplus_backward(g: Any, x: Any, beta: float, threshold: float) -> Any:
 
 @rule("log_sigmoid_forward")
 def _log_sigmoid(x: Any, *, ctx: Any) -> Any:
-    # torch's decomposition adds two functions that have a kink at zero; this one has none.
+    # torch's decomposition adds two functions with a kink at zero. This formula is smooth.
     return jax.nn.log_sigmoid(x), jnp.zeros(ctx.node.meta["val"][1].shape, x.dtype)
 
 
@@ -103,7 +103,7 @@ rules({"_softmax": _softmax, "_log_softmax": _normalized(jax.nn.log_softmax)})
 
 @rule("_safe_softmax")
 def _safe_softmax(x: Any, dim: int, dtype: Any = None, *, ctx: Any) -> Any:
-    # A row of -inf gives zeros, and its derivative is zero, not NaN.
+    # A row of -inf gives zeros, with a derivative of zero. The ordinary softmax would give NaN.
     dead = jnp.max(x, dim, keepdims=True) == -jnp.inf
     return jnp.where(dead, 0, _softmax(jnp.where(dead, 0, x), dim, ctx=ctx))
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from functx.compat._to_jax.rules.table import rule
 
-# By torch's code: not at all, by the root of the number of elements, by their number.
+# For each of torch's codes, the power of the number of elements that scales the result: none, one
+# over its root, and one over the number.
 _POWERS = (0, -0.5, -1)
 
 

@@ -1,7 +1,7 @@
 """Indexing, gathering and scattering.
 
-Indices are taken as torch takes them: negative ones count from the end, and a write to one place
-from several sources adds up where torch says so.
+Indices have the same meaning as in torch: negative ones count from the end, and writes to one place
+from several sources are summed where torch sums them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = F
 
 
 def _mask_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> Any:
-    """Write where a mask is true, over some neighbouring axes; there are as many values as that."""
+    """Write values where a mask over some neighbouring axes is true, one value for each."""
     (mask, *others) = (i for i in indices if i is not None)
     if others:
         raise LoweringError(
-            "an assignment has a mask among other indices, so how many elements it writes depends"
-            " on values: use torch.where with a mask over the whole tensor"
+            "an assignment uses a mask among other indices, so the number of elements that it"
+            " writes depends on values. Use torch.where with a mask over the whole tensor"
         )
     before = next(i for i, index in enumerate(indices) if index is not None)
     ahead, behind = range(before), range(-before, 0)
@@ -68,7 +68,7 @@ def _gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
 
 
 def _coordinates(index: Any, dim: int) -> tuple[Any, ...]:
-    """Full coordinates of ``index`` along ``dim``, each entry at its own position elsewhere."""
+    """Coordinates of all entries: ``index`` along ``dim``, and the entry's position elsewhere."""
     return tuple(
         index if d == dim else lax.broadcasted_iota(index.dtype, index.shape, d)
         for d in range(index.ndim)
@@ -107,13 +107,14 @@ def _write(x: Any, where: tuple[Any, ...], values: Any, how: str) -> Any:
 
 
 def _multiply_at(x: Any, where: tuple[Any, ...], values: Any) -> Any:
-    """Multiply values onto places of x, several may share one.
+    """Multiply places of ``x`` by values. Several values may go to one place.
 
-    By products alone, so that derivatives of all orders are right where factors are zero: what
-    falls on one place is sorted to lie together, and multiplied up by a scan.
+    This uses only products (no division), so that derivatives of all orders are right where factors
+    are zero. Factors of the same place are sorted next to each other and multiplied by a scan.
     """
     place = jnp.arange(x.size).reshape(x.shape)
-    onto = place.at[where].get(mode="fill", fill_value=x.size)  # where it is outside, onto nothing
+    # Indices outside of x get the place x.size, which is dropped.
+    onto = place.at[where].get(mode="fill", fill_value=x.size)
     places = jnp.concatenate([place.ravel(), onto.ravel()])
     factors = jnp.concatenate([x.ravel(), values.ravel()])
     order = jnp.argsort(places, stable=True)
@@ -129,9 +130,9 @@ def _multiply_at(x: Any, where: tuple[Any, ...], values: Any) -> Any:
 
 
 def _extreme_at(x: Any, where: tuple[Any, ...], values: Any, how: str, counts: Any = True) -> Any:
-    """The extreme of x and of what falls on its places; those which are equal share the derivative.
+    """The extreme of ``x`` and the values that go to its places. Equal ones share the derivative.
 
-    ``counts`` says which entries of x take part; others are lower, or higher, than any value.
+    ``counts`` says which entries of ``x`` take part. The others must never be the extreme.
     """
     found = lax.stop_gradient(getattr(x.at[where], how)(values, mode="drop"))
     same = lambda a, b: (a == b) | (jnp.isnan(a) & jnp.isnan(b))  # noqa: E731

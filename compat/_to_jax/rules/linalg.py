@@ -1,7 +1,7 @@
 """Matrix products, factorizations and solvers.
 
 Products accumulate in the precision of their operands (``highest``), so that float32 agrees with
-torch on devices where JAX's default is lower.
+torch on devices where JAX's default precision is lower.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def _adjoint(m: Any) -> Any:
 
 
 def _no_errors(a: Any) -> Any:
-    """Nothing is raised from data: a singular matrix gives NaN or infinity."""
+    """The error code "none": JAX can't raise an error, so a singular matrix gives NaN or inf."""
     return jnp.zeros(a.shape[:-2], jnp.int32)
 
 
 def _singular(lu: Any) -> Any:
-    """LAPACK's code: the number of the first pivot that is zero, or 0."""
+    """The error code of LAPACK: the number of the first pivot that is zero, or 0."""
     zero = jnp.diagonal(lu, axis1=-2, axis2=-1) == 0
     if not zero.shape[-1]:
         return jnp.zeros(lu.shape[:-2], jnp.int32)
@@ -47,7 +47,7 @@ def _addmm(x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1, ctx: Any) -
     product = matmul(a, b)
     product = product.sum(0) if product.ndim > len(ctx.shape) else product
     product = product if alpha == 1 else alpha * product
-    # beta == 0 means that x is not read, also where it is NaN.
+    # With beta == 0, x is not read, so that its NaNs have no effect.
     return product if beta == 0 else (x if beta == 1 else beta * x) + product
 
 
@@ -123,7 +123,7 @@ def _det(a: Any) -> Any:
     n = a.shape[-1]
     if not n:
         return jnp.ones(a.shape[:-2], a.dtype), *_packed(a)
-    # JAX has a polynomial for up to three rows, whose derivatives are right to all orders.
+    # For up to three rows, JAX uses a polynomial, whose derivatives of all orders are right.
     return jnp.linalg.det(a) if n <= 3 else _determinant(a), *_packed(a)
 
 
@@ -134,18 +134,18 @@ def _determinant(a: Any) -> Any:
 
 @_determinant.defjvp
 def _determinant_jvp(primals: Any, tangents: Any) -> Any:
-    # JAX's second derivatives are NaN, or zero, where the matrix is singular.
+    # JAX's own second derivatives are NaN or zero where the matrix is singular.
     return _determinant(*primals), jnp.sum(_cofactors(*primals) * tangents[0], (-2, -1))
 
 
 @jax.custom_jvp
 def _cofactors(a: Any) -> Any:
-    """The derivative of the determinant, which is finite for a singular matrix, too."""
+    """The derivative of the determinant, which is finite also for a singular matrix."""
     out, pull = jax.vjp(jnp.linalg.det, a)
     return pull(jnp.ones_like(out))[0]
 
 
-# Below, in terms of the largest singular value, the inverse is not used.
+# If the ratio of the smallest to the largest singular value is below this, don't use the inverse.
 _SINGULAR = 1e-5
 
 
@@ -155,7 +155,7 @@ def _cofactors_jvp(primals: Any, tangents: Any) -> Any:
     n = a.shape[-1]
     s = jnp.linalg.svd(lax.stop_gradient(a), compute_uv=False)
     regular = (s[..., -1] > _SINGULAR * s[..., 0])[..., None, None]
-    # Each is given a matrix that it can differentiate further where the other counts.
+    # Where one formula is not used, it gets another matrix, so that its derivatives are not NaN.
     other = jnp.diag(jnp.arange(1.0, n + 1)).astype(a.dtype)
     by_inverse = _along_by_inverse(jnp.where(regular, a, other), da)
     by_values = _along_by_singular_values(jnp.where(regular, other, a), da)
@@ -163,7 +163,7 @@ def _cofactors_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _along_by_inverse(a: Any, da: Any) -> Any:
-    """The derivative of the cofactors along a matrix."""
+    """The directional derivative of the cofactors, computed by the inverse."""
     inverse = jnp.linalg.inv(a)
     moved = matmul(inverse, da)
     traces = jnp.trace(moved, axis1=-2, axis2=-1)[..., None, None]
@@ -173,7 +173,7 @@ def _along_by_inverse(a: Any, da: Any) -> Any:
 
 @jax.custom_jvp
 def _undifferentiable(a: Any, where: Any) -> Any:
-    """The same array, whose derivative is NaN somewhere."""
+    """The same array, with a derivative of NaN where ``where`` is true."""
     return a
 
 
@@ -181,10 +181,11 @@ _undifferentiable.defjvps(lambda da, out, a, where: da * jnp.where(where, jnp.na
 
 
 def _along_by_singular_values(a: Any, da: Any) -> Any:
-    """The same without an inverse; its own derivative is NaN if singular values are equal.
+    """The directional derivative of the cofactors, computed by singular values.
 
-    In the bases of singular vectors it is that of a diagonal matrix, which has products of all
-    singular values but two for coefficients.
+    In the bases of the singular vectors, the matrix is diagonal. The coefficients of the derivative
+    are then products of all singular values but two. The next derivative is NaN if singular values
+    are equal.
     """
     s = jnp.linalg.svd(lax.stop_gradient(a), compute_uv=False)
     equal = (jnp.min(s[..., :-1] - s[..., 1:], -1) <= _SINGULAR * s[..., 0])[..., None, None]
@@ -237,7 +238,7 @@ def _qr(a: Any, mode: str = "reduced") -> Any:
 
 
 def _hermitian(a: Any, lower: bool) -> Any:
-    """The matrix that one triangle stands for; derivatives are those of the whole of ``a``."""
+    """The Hermitian matrix with one triangle of ``a``, and with the derivative of all of ``a``."""
     half = jnp.tril(a, -1) if lower else jnp.triu(a, 1)
     diagonal = jnp.real(jnp.diagonal(a, axis1=-2, axis2=-1))
     full = half + _adjoint(half) + diagonal[..., None] * jnp.eye(a.shape[-1], dtype=a.dtype)
@@ -251,7 +252,7 @@ def _eigh(a: Any, uplo: str = "L", compute_v: bool = True) -> Any:
 
 
 def _eig(a: Any) -> Any:
-    if not a.size:  # of which JAX has no derivatives
+    if not a.size:  # JAX has no derivatives of empty matrices
         return jnp.zeros(a.shape[:-1], a.dtype), a
     return lax.linalg.eig(a, compute_left_eigenvectors=False, enable_eigvec_derivs=True)
 
@@ -288,8 +289,8 @@ def _pseudo_inverse(a: Any, tolerances: Any, hermitian: bool) -> Any:
 
 @_pseudo_inverse.defjvp
 def _pseudo_inverse_jvp(hermitian: bool, primals: Any, tangents: Any) -> Any:
-    # The derivative of Golub and Pereyra (1973), at constant rank: that of the factors has no value
-    # where singular values are equal.
+    # The derivative of Golub and Pereyra (1973), at constant rank. The derivative of the factors is
+    # not defined where singular values are equal.
     (a, tolerances), da = primals, tangents[0]
     p = _pseudo_inverse(a, tolerances, hermitian)
     ph, dah = _adjoint(p), _adjoint(da)
@@ -300,7 +301,7 @@ def _pseudo_inverse_jvp(hermitian: bool, primals: Any, tangents: Any) -> Any:
 
 @rule("linalg_householder_product")
 def _householder(a: Any, tau: Any) -> Any:
-    # lax's operation has no derivative: multiply the reflections onto the identity, last first.
+    # lax's operation has no derivative, so apply the reflections to the identity, last first.
     m, n = a.shape[-2:]
     return _ormqr(a, tau, jnp.broadcast_to(jnp.eye(m, n, dtype=a.dtype), a.shape))
 
@@ -327,7 +328,8 @@ def _cdist(a: Any, b: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
 def _distance(x: Any, p: float) -> Any:
     if p != float("inf"):
         return vector_norm(x, p, (-1,), False)
-    # Unlike those of a norm, coordinates that are equally far have all of the derivative, each.
+    # In a norm, coordinates that tie for the maximum share the derivative. Here each of them gets
+    # the whole derivative, as in torch.
     size = absolute(x)
     found = jnp.max(lax.stop_gradient(size), -1, keepdims=True, initial=0)
     return straight_through(found[..., 0], jnp.sum(jnp.where(size == found, size, 0), -1))

@@ -1,7 +1,8 @@
-"""Losses, embeddings, attention, and the LSTM that recurrent layers are decomposed to.
+"""Losses, embeddings, attention, and the LSTM operation to which recurrent layers decompose.
 
-torch defines the derivative of an embedding apart from its value: the row of ``padding_idx`` has no
-gradient; with ``scale_grad_by_freq`` a row's is divided by how often it was read.
+torch defines the derivative of an embedding separately from its value: the row of ``padding_idx``
+has no gradient, and with ``scale_grad_by_freq`` the gradient of a row is divided by the number of
+times that the row was read.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _entropy_slope_jvp(primals: Any, tangents: Any) -> Any:
 
 @rule("huber_loss")
 def _huber(x: Any, y: Any, reduction: int = _MEAN, delta: float = 1.0) -> Any:
-    # The square of the residual, not of its absolute value, which has a kink at zero.
+    # Square the residual itself: its absolute value has a kink at zero.
     z = x - y
     outside = delta * (absolute(z) - 0.5 * delta)
     return _reduce(jnp.where(jnp.abs(z) < delta, 0.5 * z * z, outside), reduction)
@@ -90,7 +91,7 @@ def _smooth_l1(x: Any, y: Any, reduction: int = _MEAN, beta: float = 1.0) -> Any
 def _multi_margin(
     x: Any, target: Any, p: Any = 1, margin: Any = 1, weight: Any = None, reduction: int = _MEAN
 ) -> Any:
-    # Not torch's decomposition, in which a margin that is just kept has a derivative.
+    # torch's decomposition gives a derivative to a margin that is met exactly; its kernel does not.
     rows, labels = jnp.atleast_2d(x), jnp.atleast_1d(target)[:, None]
     z = margin - jnp.take_along_axis(rows, labels, 1) + rows
     counts = (z > 0) & (jnp.arange(rows.shape[1]) != labels)
@@ -111,7 +112,7 @@ def _multi_margin_backward(
 
 @rule("multilabel_margin_loss_forward")
 def _multilabel(x: Any, target: Any, reduction: int = _MEAN) -> Any:
-    # Not torch's decomposition, in which what follows the first negative label counts.
+    # torch's decomposition also counts labels after the first negative one; its kernel does not.
     rows, labels = (jnp.atleast_2d(a) for a in (x, target))
     real = jnp.cumsum(labels < 0, -1) == 0
     named = jnp.where(real, labels, 0)
@@ -131,7 +132,7 @@ def _multilabel_backward(g: Any, x: Any, target: Any, reduction: int, is_target:
 
 
 def _reads(indices: Any, rows: int, dtype: Any) -> Any:
-    """How often the row that an index names was read, for each index."""
+    """For each index, the number of times that its row is read."""
     return jnp.zeros(rows, dtype).at[indices.reshape(-1)].add(1)[indices]
 
 
@@ -173,7 +174,7 @@ def _embedding_bag(
         hit = (rows == top[bag]) & real[:, None]
         place = jnp.where(hit, jnp.arange(indices.shape[0])[:, None], indices.shape[0])
         first = jnp.full(shape, indices.shape[0]).at[bag].min(place)
-        # The first of equals has all of the gradient.
+        # Of several equal maxima, the first gets the whole gradient.
         at = jnp.minimum(first, max(indices.shape[0] - 1, 0))
         found = first < indices.shape[0]
         out = jnp.where(found, jnp.take_along_axis(rows, at, 0), 0) if indices.size else top * 0
@@ -181,7 +182,7 @@ def _embedding_bag(
     else:
         out = jnp.zeros(shape, rows.dtype).at[bag].add(jnp.where(real[:, None], rows, 0))
         out = out / jnp.maximum(count, 1)[:, None] if mode == _MEAN else out
-    # Torch leaves the bookkeeping empty where its kernel does not need it.
+    # torch returns empty bookkeeping tensors if its kernel does not need them.
     shapes = [tuple(v.shape) for v in ctx.node.meta["val"]]
     kept = [x if x.shape == s else jnp.zeros(s, x.dtype)
             for x, s in zip((bag, count, winner), shapes[1:])]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Pointwise arithmetic, comparison and logic, with torch's values and derivatives where those jump.
+"""Pointwise arithmetic, comparison and logic, with torch's values and derivatives at kinks.
 
-The derivative is zero at zero for ``abs``, one at the bounds of ``clamp`` before torch 2.14, shared
-equally at the ties of ``maximum``.  A NaN has sign 0; none of its derivative comes through
-``clamp``, all of it through both sides of ``maximum``.
+The derivative of ``abs`` at zero is zero. That of ``clamp`` at its bounds is one (before torch
+2.14). Ties of ``maximum`` share the derivative equally. A NaN has the sign 0, its derivative
+through ``clamp`` is zero, and ``maximum`` passes the full derivative to both sides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.scipy import special
 from functx.compat._to_jax.rules.table import rule, rules
 from functx.compat._to_jax.rules.views import straight_through
 
-# Functions that torch and jax.numpy have under one name, and of one meaning.
+# Functions with the same name and meaning in torch and jax.numpy.
 _CAST = """
 acos acosh asin asinh atan atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
 bitwise_right_shift bitwise_xor ceil cos cosh deg2rad exp exp2 expm1 floor fmod gcd
@@ -115,7 +115,7 @@ def _pow(x: Any, y: Any) -> Any:
     if isinstance(y, float) and y == 0.5:
         return jnp.sqrt(x)
     if jnp.issubdtype(jnp.result_type(x, y), jnp.integer):
-        # Negative exponents of integers truncate in torch; jnp has no value for them.
+        # With a negative exponent, torch truncates the power of an integer; jnp does not define it.
         base, exponent = jnp.broadcast_arrays(jnp.asarray(x), jnp.asarray(y))
         odd = jnp.where(exponent % 2 == 0, 1, base)
         negative = jnp.where(abs(base) == 1, odd, 0)
@@ -131,7 +131,8 @@ def _power(x: Any, y: Any) -> Any:
 
 @partial(_power.defjvp, symbolic_zeros=True)
 def _power_jvp(primals: Any, tangents: Any) -> Any:
-    # Derivatives of 0 ** y are torch's: 0 in the base at y = 0, in the exponent from there on.
+    # The derivatives of 0 ** y are torch's: with respect to the base it is 0 at y = 0, with respect
+    # to the exponent it is 0 for y >= 0.
     (x, y), (dx, dy) = primals, tangents
     out = _power(x, y)
     tangent = jnp.zeros_like(out)
@@ -146,7 +147,7 @@ def _power_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _of_log(log: Any, plus: int) -> Any:
-    """The function ``x * log(y)``; at x = 0 it is zero, and so is its slope if y has no log."""
+    """The function ``x * log(y)``. At x = 0 it is zero, also its slope if log(y) is undefined."""
 
     @jax.custom_jvp
     def product(x: Any, y: Any) -> Any:
@@ -164,7 +165,7 @@ def _of_log(log: Any, plus: int) -> Any:
 
 
 def _floats(*xs: Any) -> Any:
-    """Arrays of one shape and dtype; a rule's arguments may be Python numbers."""
+    """Convert arguments, which may be Python numbers, to arrays of the same shape and dtype."""
     kind = jnp.result_type(*xs)
     return jnp.broadcast_arrays(*(jnp.asarray(x, kind) for x in xs))
 
@@ -182,7 +183,7 @@ def _hypotenuse(x: Any, y: Any) -> Any:
 
 @_hypotenuse.defjvp
 def _hypotenuse_jvp(primals: Any, tangents: Any) -> Any:
-    # JAX's own second derivatives are zero where x and y are of one size.
+    # The second derivatives of jnp.hypot are zero where x and y have the same absolute value.
     (x, y), (dx, dy), out = primals, tangents, _hypotenuse(*primals)
     return out, dx * (x / out) + dy * (y / out)
 
@@ -192,14 +193,14 @@ rules({"hypot": lambda x, y: _hypotenuse(*_floats(x, y))}, cast=True)
 
 @rule("copysign", cast=True)
 def _copysign(x: Any, y: Any) -> Any:
-    # No derivative at zero, where JAX has that of a side.
+    # At zero torch's derivative is zero; JAX takes the derivative from one side.
     x, y = _floats(x, y)
     turn = jnp.where(x == 0, 0, jnp.copysign(1.0, x) * jnp.copysign(1.0, y))
     return straight_through(jnp.copysign(x, y), x * lax.stop_gradient(turn))
 
 
 def sine_ratio(x: Any) -> Any:
-    """The function ``sin(x) / x``, by its series near zero, where JAX's quotients lose digits."""
+    """The function ``sin(x) / x``. Near zero, where quotients lose digits, it uses the series."""
     near = jnp.abs(x) < 0.5
     square = jnp.where(near, x * x, 0)
     series: Any = jnp.ones_like(x)
@@ -214,7 +215,7 @@ rules({"sinc": lambda x: sine_ratio(np.pi * x)}, cast=True)
 
 @rule("digamma", cast=True)
 def _digamma(x: Any) -> Any:
-    # A pole of either sign at zero, where JAX has NaN.
+    # At 0.0 and -0.0 torch returns infinity with the opposite sign; JAX returns NaN.
     return jnp.where(x == 0, -1 / x, special.digamma(jnp.where(x == 0, 1, x)))
 
 
@@ -230,14 +231,14 @@ def _sign(x: Any) -> Any:
         return jnp.where(jnp.isnan(x), 0, jnp.sign(x))
     if not jnp.iscomplexobj(x):
         return x if x.dtype == jnp.bool_ else jnp.sign(x)
-    # JAX's has no derivative, and that of the phase of a complex number is not zero.
+    # jnp.sign has no derivative, but the phase of a complex number has one that is not zero.
     safe = jnp.where(x == 0, 1, x)
     return jnp.where(x == 0, 0, safe / jnp.abs(safe))
 
 
 @rule("atan2", cast=True)
 def _atan2(y: Any, x: Any) -> Any:
-    # No derivative at the origin, where JAX's is NaN.
+    # At the origin torch's derivative is zero; JAX's is NaN.
     origin = (y == 0) & (x == 0)
     away = jnp.arctan2(y, jnp.where(origin, 1, x))
     return jnp.where(origin, lax.stop_gradient(jnp.arctan2(y, x)), away)
@@ -293,13 +294,14 @@ def _minimum(x: Any, y: Any) -> Any:
     return -_larger(*jnp.broadcast_arrays(-x, -y)) if _floating(x, y) else jnp.minimum(x, y)
 
 
-# Since torch 2.14 the derivative at a bound is that of the bound, if it is a number; else shared.
+# Since torch 2.14, the derivative of ``clamp`` where ``x`` equals a bound is zero if the bound is a
+# number. If it is a tensor, ``x`` and the bound share the derivative.
 _SINCE_2_14 = torch.__version__ >= "2.14"
 
 
 @rule("clamp", "clamp_min", cast=True)
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    # Selections, not jnp.clip: at a bound the derivative is that of x.
+    # jnp.where instead of jnp.clip, whose derivative at a bound differs from torch's.
     for bound, inside in ((min, jnp.greater), (max, jnp.less)):
         if bound is not None:
             within = inside(x, bound) | (False if _SINCE_2_14 else x == bound)
@@ -328,7 +330,7 @@ def _modulo(x: Any, y: Any) -> Any:
 
 @_modulo.defjvp
 def _modulo_jvp(primals: Any, tangents: Any) -> Any:
-    # JAX adds up two quotients that are rounded on their own.
+    # JAX's derivative adds up two quotients, each of which is rounded.
     (x, y), (dx, dy) = primals, tangents
     return _modulo(x, y), dx - _floor_divide(x, y) * dy
 

@@ -1,11 +1,12 @@
 """Random operations, from JAX keys.
 
-A lowered function that draws takes a key (``to_jax(f, rng=True)``).  Each drawing operation folds
-its own number into it, so draws are independent, fresh for each key, and the same whenever
-``jax.checkpoint`` runs a region again.  Values follow torch's distributions, not its bit streams.
+A lowered function that draws takes a key (``to_jax(f, rng=True)``). Each random operation folds its
+own number into the key. So draws are independent, different for each key, and the same whenever
+``jax.checkpoint`` runs a region again. Values follow torch's distributions, but not its bit
+streams.
 
-Derivatives are torch's: zero in the parameters of ``normal``, ``poisson`` and ``binomial``, where
-JAX would differentiate what the draw is computed by.
+Derivatives are those of torch: zero with respect to the parameters of ``normal``, ``poisson`` and
+``binomial``, where JAX would differentiate the computation of the draw.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _integers(low: int, high: int | None, ctx: Any) -> Any:
 
 
 def _whole(dtype: Any) -> int:
-    """Below which a dtype has every whole number."""
+    """The bound below which a dtype represents every whole number."""
     if jnp.issubdtype(dtype, jnp.integer):
         return int(jnp.iinfo(dtype).max)
     return int(min(2 ** (jnp.finfo(dtype).nmant + 1) + 1, jnp.iinfo(jnp.int32).max))
@@ -63,7 +64,7 @@ def _multinomial(weights: Any, count: int, replacement: bool = False, *, ctx: An
     if replacement:
         drawn = jax.random.categorical(ctx.key(), logits, shape=(count, *weights.shape[:-1]))
         return jnp.moveaxis(drawn, 0, -1)
-    # The largest of Gumbel-perturbed logits are a draw without replacement.
+    # The indices of the largest Gumbel-perturbed logits are a draw without replacement.
     noisy = logits + jax.random.gumbel(ctx.key(), weights.shape, weights.dtype)
     return lax.top_k(noisy, count)[1]
 

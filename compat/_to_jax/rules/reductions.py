@@ -17,7 +17,7 @@ Dims = int | Sequence[int] | None
 
 
 def axes(dim: Dims, ndim: int) -> tuple[int, ...]:
-    """The axes that torch's ``dim`` argument means: None and [] mean all of them."""
+    """The axes for torch's ``dim`` argument. None and [] stand for all axes."""
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(ndim))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
@@ -25,7 +25,7 @@ def axes(dim: Dims, ndim: int) -> tuple[int, ...]:
 
 
 def along(x: Any, dim: int) -> tuple[Any, int]:
-    """``x`` with at least one axis, and ``dim`` in it (torch lets ``dim=0`` on a scalar)."""
+    """``x`` with at least one axis, and ``dim`` as its axis (torch allows dim=0 for a scalar)."""
     x = jnp.atleast_1d(x)
     return x, dim % x.ndim
 
@@ -45,7 +45,7 @@ def _reducing(reduce: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _extreme(find: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
-    """The largest or smallest, with a derivative that those which are equal, or NaN, share."""
+    """The maximum or minimum. Entries that equal it, and NaNs, share the derivative."""
 
     @jax.custom_jvp
     def last(x: Any) -> Any:
@@ -55,7 +55,8 @@ def _extreme(find: Callable[..., Any], place: Callable[..., Any]) -> Callable[..
     def _(primals: Any, tangents: Any) -> Any:
         (x,), out = primals, last(*primals)
         equal = (x == out[..., None]) | jnp.isnan(x)
-        # None is equal where XLA makes x twice and rounds in two ways: JAX's own would be 0 / 0.
+        # XLA may compute x twice, with different rounding. Then no entry equals ``out``, and
+        # JAX's own derivative would be 0 / 0.
         found = jax.nn.one_hot(place(x, -1), x.shape[-1], dtype=bool)
         return out, jnp.mean(tangents[0], -1, where=found | equal)
 
@@ -142,7 +143,8 @@ rules(
 def _histc(x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     low, high = (jnp.min(x), jnp.max(x)) if min == max else (min, max)
     low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
-    # By the quotient and not by edges, of which rounding moves some to the other side.
+    # As in torch, the quotient gives the bin. Comparing with edges would put values next to a
+    # rounded edge in another bin.
     x = x.ravel()
     place = jnp.floor((x - low) * bins / (high - low)).astype(int)
     counts = ((x >= low) & (x <= high)).astype(x.dtype)
@@ -178,7 +180,7 @@ def _vector_norm(
 
 
 def vector_norm(x: Any, ord: Any, dims: tuple[int, ...], keepdim: bool) -> Any:
-    """The vector norm over some axes, with torch's derivative (zero) where it is zero."""
+    """The vector norm over some axes. Where it is zero, its derivative is zero, as in torch."""
     if ord == 0:
         return jnp.sum(x != 0, dims, keepdims=keepdim)
     size = absolute(x)

@@ -24,7 +24,7 @@ def _unnormalize(g: Any, size: int, align: bool) -> Any:
 
 
 def _reflect(x: Any, low: float, high: float) -> Any:
-    """Folded into the range; each fold turns the derivative round."""
+    """Reflect positions into the range. Each reflection changes the sign of the derivative."""
     span = high - low
     if span == 0:
         return jnp.zeros_like(x)
@@ -35,7 +35,10 @@ def _reflect(x: Any, low: float, high: float) -> Any:
 
 
 def _within(x: Any, size: int, padding: int, align: bool) -> Any:
-    """Positions in the image; on its border, and beyond it, they have no derivative."""
+    """Move positions into the image, unless it is padded with zeros.
+
+    Positions on the border and outside have no derivative.
+    """
     if padding == _ZEROS:
         return x
     if padding != _BORDER:
@@ -44,7 +47,7 @@ def _within(x: Any, size: int, padding: int, align: bool) -> Any:
 
 
 def _taps(g: Any, size: int, mode: int, padding: int, align: bool) -> list[tuple[Any, Any]]:
-    """Along one axis: the pixels that are read, of which some lie outside, and their weights."""
+    """The pixels that are read along one axis, and their weights. Some may lie outside."""
     x = _unnormalize(g, size, align)
     if mode == _CUBIC:
         first = jnp.floor(x)
@@ -58,7 +61,7 @@ def _taps(g: Any, size: int, mode: int, padding: int, align: bool) -> list[tuple
 
 
 def _cubic(t: Any) -> list[Any]:
-    """Keys' kernel with torch's parameter, at the distances of four neighbours."""
+    """The weights of four neighbours by Keys' cubic kernel, with torch's parameter."""
     a = -0.75
     near = lambda d: ((a + 2) * d - (a + 3)) * d * d + 1  # noqa: E731
     far = lambda d: ((a * d - 5 * a) * d + 8 * a) * d - 4 * a  # noqa: E731
@@ -77,7 +80,7 @@ def _grid_sampler(image: Any, grid: Any, mode: int, padding: int, align: bool) -
         inside = _all(((p >= 0) & (p < m) for (p, _), m in zip(taps, sizes)))
         at = tuple(jnp.where(inside, p, 0).astype(int) for p, _ in taps)
         weight = jnp.where(inside, _product([w for _, w in taps]), 0)
-        # Pixels outside are zero, whatever the image holds at the place that is read for them.
+        # Pixels outside are zero, even if the pixel that is read in their place is NaN.
         pixels = jnp.where(inside[:, None], sample(image, at), 0)
         total = total + pixels * weight[:, None]
     return total
@@ -96,13 +99,13 @@ def _product(factors: Sequence[Any]) -> Any:
 
 def _antialiased(x: Any, size: Any, align: bool, *scales: Any, ctx: Any, method: str) -> Any:
     sizes = list(zip(x.shape[-2:], ctx.shape[-2:], (*scales, None, None)))
-    # Beyond that, centres of torch's windows lie outside the image.
+    # With a larger ratio, the centres of some of torch's windows lie outside the image.
     if align and any(n - 1 > 2 * (out - 1) for n, out, _ in sizes):
         raise LoweringError(
-            "antialiased resizing to less than half the size with align_corners=True has no"
-            " counterpart in JAX: use align_corners=False"
+            "JAX has no counterpart of antialiased resizing to less than half the size with"
+            " align_corners=True. Use align_corners=False"
         )
-    # The kernel of torch aligns nothing: only its scale is another one.
+    # In torch's antialiased kernel, ``align`` does not move the corners. It changes only the scale.
     factors = [
         (out - 1) / (n - 1) if align and n > 1 else given or out / n for n, out, given in sizes
     ]

@@ -1,4 +1,4 @@
-"""Choosing and ordering elements: values come with indices, derivatives go to the chosen ones."""
+"""Select and order elements. Results are values and indices; selected ones get derivatives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from functx.compat._to_jax.rules.table import rule, rules
 
 
 def _pick(x: Any, index: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
-    """Values and indices of one chosen element along ``dim``: the derivative goes to it alone."""
+    """Value and index of one element along ``dim``, which alone gets the derivative."""
     index = jnp.expand_dims(index, dim)
     values = jnp.take_along_axis(x, index, dim)
     return (values, index) if keepdim else (jnp.squeeze(values, dim), jnp.squeeze(index, dim))
@@ -116,10 +116,12 @@ def _median_of_all(x: Any, skip_nan: bool) -> Any:
 
 @_median_of_all.defjvp
 def _median_of_all_jvp(skip_nan: bool, primals: Any, tangents: Any) -> Any:
-    # Those which are equal share the derivative, as in torch; that of a row goes to the chosen one.
+    # As in torch, all entries that equal the median share the derivative. (In the median along an
+    # axis, the chosen entry gets all of it.)
     (x,), out = primals, _median_of_all(*primals, skip_nan)
     equal = jnp.where(jnp.isnan(out), jnp.isnan(x), x == out)
-    # One is found also where XLA makes x twice and rounds in two ways.
+    # XLA may compute x twice, with different rounding, so that no entry equals ``out``. The index
+    # of the median finds one entry in this case too.
     place = _median_index(jnp.ravel(x), 0, skip_nan)
     found = (jnp.arange(x.size) == place).reshape(x.shape)
     return out, jnp.mean(tangents[0], where=equal | found)
@@ -150,7 +152,7 @@ def _mode(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
     most = count == count.max(-1, keepdims=True)
     smallest = jnp.where(most, moved, jnp.inf if moved.dtype.kind == "f" else moved.max())
     value = smallest.min(-1, keepdims=True)
-    # The last position of the value, as torch's CPU kernel reports.
+    # As torch's CPU kernel, return the last position of the value.
     position = jnp.arange(moved.shape[-1])
     index = jnp.max(jnp.where(moved == value, position, -1), -1)
     return _pick(x1, index, d, keepdim and x.ndim > 0)

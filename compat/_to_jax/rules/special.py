@@ -26,7 +26,7 @@ _POINTS = 128
 
 
 def _at_zero(f: Callable[[Any, Any], Any], a: Any, x: Any, value: float) -> Any:
-    """An incomplete gamma function, with its limit at an order of zero, where JAX has NaN."""
+    """An incomplete gamma function. At order zero it has its limit; JAX's function gives NaN."""
     limit = (a == 0) & (x > 0)
     return jnp.where(limit, value, f(jnp.where(limit, 1.0, a), x))
 
@@ -52,7 +52,7 @@ _i0, _i1, _i0e, _i1e = (
 
 
 def _i1_ratio(x: Any, i1: Any, scale: Any) -> Any:
-    """The function ``i1(x) / x``, scaled; by its series near zero."""
+    """The function ``i1(x) / x``, scaled. Near zero it uses the series."""
     near = jnp.abs(x) < 1
     square = jnp.where(near, x * x / 4, 0)
     series: Any = jnp.ones_like(x)
@@ -89,15 +89,16 @@ def _mean(values: Any, weights: Any) -> Any:
 
 
 def _trapezoid(points: int) -> tuple[Any, Any]:
-    """Points in [0, 1] and their weights."""
+    """Points in [0, 1] and the weights of the trapezoidal rule."""
     weights = np.ones(points + 1)
     weights[[0, -1]] = 0.5
     return np.linspace(0, 1, points + 1), weights
 
 
-# Up to it the first terms of the series at zero are exact to rounding.
+# Up to this value, the first terms of the series at zero are exact up to rounding.
 _CLOSE = 1e-6
-# Beyond it series in 1 / x are exact to rounding, and quadratures of so few points are not.
+# Above this value, series in 1 / x are exact up to rounding; quadrature with these few points
+# isn't.
 _FAR = 30.0
 
 
@@ -128,7 +129,7 @@ def _j(x: Any, order: int) -> Any:
 
 def _k(x: Any, order: int) -> Any:
     """exp(x) K_n(x) = integral over t > 0 of exp(-x (cosh t - 1)) cosh(n t), A&S 9.6.24."""
-    # Below the smallest x the integrand is still alive far out: the range grows with log(1 / x).
+    # For small x the integrand is still large far from zero: the range grows with log(1 / x).
     safe = jnp.where(x > _CLOSE, x, 1.0)
     reach = jnp.arccosh(1 + 60 / safe)
     points, weights = _trapezoid(400)

@@ -1,13 +1,14 @@
-"""The table of rules: ATen overload -> a function of JAX arrays.
+"""The table of rules: a rule maps an ATen overload to a function of JAX arrays.
 
-Invariant: a rule takes what its overload takes (same order, same keyword names) and returns arrays
-of the same shapes.  Result dtypes are set by the interpreter from the traced graph, so a rule
-need not repeat torch's promotion; a rule registered with ``cast=True`` gets its arguments already
-in the result dtype (arithmetic and float functions compute there in torch).
+Invariant: a rule takes the arguments of its overload (in the same order, with the same keyword
+names) and returns arrays of the same shapes. The interpreter sets the dtypes of the results from
+the traced graph, so a rule need not repeat torch's promotion. A rule that is registered with
+``cast=True`` gets its arguments in the result dtype, in which torch computes arithmetic and float
+functions.
 
-A rule named without an overload serves all overloads of its packet that have none of their own;
-``prims`` without a rule are as in ``aten``, and ``x_copy`` is as ``x``, since arrays have no views.
-A rule goes before any decomposition.
+A rule without the name of an overload applies to all overloads of its packet that have no rule of
+their own. An operation of ``prims`` without a rule uses that of ``aten``, and ``x_copy`` uses that
+of ``x``, since arrays have no views. A rule is preferred to a decomposition.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ rules.random_operations trace.value_checks
 
 @dataclass(frozen=True)
 class Rule:
-    """How one operation is said in JAX."""
+    """The implementation of one operation in JAX."""
 
-    fn: Fn  # of JAX arrays and plain Python values
+    fn: Fn  # a function of JAX arrays and plain Python values
     cast: bool = False  # whether arrays and numbers are converted to the result dtype first
     context: bool = False  # whether ``fn`` takes ``ctx=``, the interpreter's :class:`Context`
-    random: bool = False  # whether ``fn`` draws
+    random: bool = False  # whether ``fn`` draws random numbers
 
 
 _rules: dict[str, Rule] = {}
@@ -61,7 +62,7 @@ def rule(*names: str, cast: bool = False, random: bool = False) -> Callable[[Fn]
 
 
 def rules(table: Mapping[str, Fn], *, cast: bool = False, random: bool = False) -> None:
-    """Register functions, each for the names in its key, separated by blanks."""
+    """Register functions, each for the names in its key, which are separated by blanks."""
     for names, fn in table.items():
         made = Rule(fn, cast, "ctx" in inspect.signature(fn).parameters, random)
         for name in names.split():
@@ -84,7 +85,7 @@ def names_of(op: OpOverload) -> tuple[str, str]:
 
 
 def lookup(op: OpOverload) -> Rule | None:
-    """The rule of an overload, or None."""
+    """The rule of an overload, or ``None``."""
     load()
     full, packet = names_of(op)
     same = full.replace("_copy.", "."), packet.removesuffix("_copy")
@@ -95,14 +96,15 @@ def lookup(op: OpOverload) -> Rule | None:
 
 @functools.cache
 def decompositions() -> dict[Any, Fn]:
-    """The decomposition table for tracing: everything but what has a rule."""
-    known = {**decomposition_table, **core_aten_decompositions()}
+    """The decompositions for tracing: those of all operations that have no rule."""
+    table = {**decomposition_table, **core_aten_decompositions()}
     aten = torch.ops.aten
-    known[aten._efficientzerotensor.default] = aten.zeros.default  # its kernels compute on "meta"
-    return {op: f for op, f in known.items() if isinstance(op, OpOverload) and lookup(op) is None}
+    # A fake zero without memory would make later operations compute on "meta".
+    table[aten._efficientzerotensor.default] = aten.zeros.default
+    return {op: f for op, f in table.items() if isinstance(op, OpOverload) and lookup(op) is None}
 
 
 def named() -> dict[str, Rule]:
-    """All rules by the names that they are registered for."""
+    """All rules, by the names under which they are registered."""
     load()
     return dict(_rules)

@@ -1,4 +1,4 @@
-"""Views, copies and new arrays: shapes, order and layout.  Strides do not exist in JAX."""
+"""Views, copies and new arrays: shapes, order and layout. JAX arrays have no strides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ints = Sequence[int]
 
 
 def _same(x: Any, *_: Any, **__: Any) -> Any:
-    """Where only the dtype changes: the interpreter gives results the traced dtype."""
+    """The argument. If an operation changes only the dtype, the interpreter converts the result."""
     return x
 
 
@@ -27,13 +27,16 @@ def _shaped(x: Any, *_: Any, ctx: Any, **__: Any) -> Any:
 
 
 def _zeros(*_: Any, ctx: Any, **__: Any) -> Any:
-    """Also for memory that torch leaves undefined: any value is a right one."""
+    """Zeros, also for arrays that torch leaves uninitialized."""
     return jnp.zeros(ctx.shape, ctx.dtype)
 
 
 @jax.custom_jvp
 def straight_through(value: Any, gradient_of: Any) -> Any:
-    """The value of one array with the derivative of another, to the bit (nothing is added)."""
+    """The value of one array with the derivative of another.
+
+    The value is exact to the bit, because nothing is added to it.
+    """
     return value
 
 
@@ -133,7 +136,7 @@ def _unfold(x: Any, dim: int, size: int, step: int) -> Any:
 
 
 def _in_memory(ctx: Any, size: Ints, stride: Ints, offset: int | None) -> tuple[Ints, Any]:
-    """The order in which dimensions of the first argument lie in memory, and places in there."""
+    """How ``as_strided`` reads memory: the memory order of dimensions, and the indices it reads."""
     like = ctx.node.args[0].meta["val"]
     order = sorted(range(like.ndim), key=lambda d: (-like.stride(d), like.shape[d] == 1))
     start = like.storage_offset()
@@ -143,7 +146,8 @@ def _in_memory(ctx: Any, size: Ints, stride: Ints, offset: int | None) -> tuple[
     reached = not index.size or 0 <= index.min() <= index.max() < like.numel()
     if not (reached and like.permute(order).is_contiguous()):
         raise LoweringError(
-            "it reads memory of which its argument is a part: use unfold, slices, or the whole"
+            "its argument is a view of another tensor, whose memory it reads. Use unfold or"
+            " slices, or pass the other tensor"
         )
     return order, index
 
@@ -175,7 +179,7 @@ def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: in
 
 @rule("cat")
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    # An empty 1-d tensor concatenates with anything, an old torch rule.
+    # torch still allows an empty 1-d tensor among tensors of any shape.
     if any(t.ndim > 1 for t in tensors):
         tensors = [t for t in tensors if t.shape != (0,)]
     dtype = jnp.result_type(*tensors)

@@ -1,4 +1,4 @@
-"""What slides over images: convolutions, and pools, of which maxima have torch's indices."""
+"""Sliding windows: convolutions, and pools, whose maxima have torch's indices."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _convolution(
     edges = [(p, p) for p in padding]
     between = (1,) * n
     if transposed:
-        # The adjoint of a convolution is one of the input with gaps: the kernel is flipped in
-        # space, with in and out swapped within each group.
+        # The adjoint of a convolution is a convolution of the dilated input. Its kernel is flipped
+        # in space, with input and output channels swapped within each group.
         c_in, c_out, *kernel = weight.shape
         weight = jnp.flip(weight, tuple(range(2, n + 2)))
         weight = weight.reshape(groups, c_in // groups, c_out, *kernel)
@@ -65,12 +65,12 @@ def _convolution_backward(g: Any, x: Any, weight: Any, bias_sizes: Any, *rest: A
 
 
 def _largest(x: Any, positions: Sequence[Any]) -> tuple[Any, Any]:
-    """The maxima of windows, and their places in the flat image.
+    """The maxima of windows, and their indices in the flat image.
 
     Args:
         x: the images, ``(..., *spatial)``.
-        positions: for each spatial axis those of every window, ``(out, kernel)`` or, different for
-            each image, ``(images, out, kernel)``; some may lie outside.
+        positions: for each spatial axis the positions of every window, ``(out, kernel)``, or
+            ``(images, out, kernel)`` if images have different windows. Some may lie outside.
     """
     n = len(positions)
     spatial = x.shape[-n:]
@@ -89,7 +89,7 @@ def _largest(x: Any, positions: Sequence[Any]) -> tuple[Any, Any]:
     planes = x.reshape(int(np.prod(x.shape[:-n])), -1)
     image = jnp.arange(len(planes))[:, None, None]
     values = jnp.where(valid, planes[image, flat], jnp.asarray(lowest, x.dtype))
-    # The last axis is one window in row-major order: the first maximum is the one torch takes.
+    # The last axis is one window in row-major order. As torch does, take the first maximum.
     choice = jnp.argmax(lax.stop_gradient(values), -1, keepdims=True)
     flat = jnp.broadcast_to(flat, values.shape)
     best, index = (jnp.take_along_axis(a, choice, -1) for a in (values, flat))
@@ -104,7 +104,7 @@ def _max_pool(
     kernel = _tuple(kernel, n)
     stride = _tuple(stride, n) if len(stride) else kernel
     padding, dilation = _tuple(padding, n), _tuple(dilation, n)
-    # No window reaches further than its image.
+    # Clip the kernel, so that no window is larger than its image.
     kernel = [
         min(k, -(-(m + p) // d)) for k, m, p, d in zip(kernel, x.shape[-n:], padding, dilation)
     ]
@@ -115,7 +115,7 @@ def _max_pool(
 
 
 def _adaptive(size: int, out: int) -> tuple[Any, Any]:
-    """Where windows start and end."""
+    """Start and end of every window."""
     i = np.arange(out)
     return i * size // out, -((-(i + 1) * size) // out)
 
@@ -131,11 +131,11 @@ def _adaptive_max(x: Any, out: Ints) -> tuple[Any, Any]:
 
 
 def _fractional_starts(sample: Any, size: int, kernel: int, out: int) -> Any:
-    """Where each window of a plane starts: steps of a fractional size, from a random offset."""
+    """The starts of the windows of a plane: steps of a fractional size from a random offset."""
     last = jnp.full((*sample.shape, 1), size - kernel, jnp.int32)
     if out == 1:
         return last
-    # In the dtype of the samples, as torch does: rounding decides.
+    # As torch does, compute in the dtype of the samples, since the result depends on rounding.
     step = jnp.asarray((size - kernel) / (out - 1), sample.dtype)
     i = jnp.arange(out - 1, dtype=sample.dtype)
     starts = ((i + sample[..., None]) * step).astype(jnp.int32)
@@ -145,7 +145,7 @@ def _fractional_starts(sample: Any, size: int, kernel: int, out: int) -> Any:
 @rule("fractional_max_pool2d", "fractional_max_pool3d")
 def _fractional(x: Any, kernel: Ints, out: Ints, samples: Any) -> tuple[Any, Any]:
     n = len(kernel)
-    # In two dimensions the first sample is that of the width, in three that of the depth.
+    # In two dimensions the first sample is for the width, in three dimensions for the depth.
     by_axis = jnp.moveaxis(samples.reshape(-1, n)[:, :: -1 if n == 2 else 1], 1, 0)
     settings = zip(by_axis, x.shape[-n:], kernel, out)
     return _largest(
@@ -154,9 +154,10 @@ def _fractional(x: Any, kernel: Ints, out: Ints, samples: Any) -> tuple[Any, Any
 
 
 def _put(x: Any, indices: Any, size: Ints, n: int) -> Any:
-    """Elements at flat places of images of a size.
+    """Images of a size, with elements written at flat indices.
 
-    Where several share a place one wins, but torch's derivative goes to all of them.
+    If several elements have the same index, one of them is written, but all of them get the
+    derivative, as in torch.
     """
     lead = x.shape[:-n]
     rows = int(np.prod(lead))
@@ -168,7 +169,7 @@ def _put(x: Any, indices: Any, size: Ints, n: int) -> Any:
 
 
 def _max_backward(g: Any, x: Any, *rest: Any, n: int) -> Any:
-    """Each cotangent goes to the place that its maximum came from."""
+    """Add each cotangent at the position of its maximum."""
     rows, indices = int(np.prod(x.shape[:-n])), rest[-1]
     at = jnp.zeros((rows, int(np.prod(x.shape[-n:]))), g.dtype).at[
         jnp.arange(rows)[:, None], indices.reshape(rows, -1)
@@ -184,10 +185,11 @@ def _avg_pool(
     kernel, padding = _tuple(kernel, n), _tuple(padding, n)
     stride = _tuple(stride, n) if len(stride) else kernel
     settings = list(zip(out, stride, kernel, x.shape[-n:], padding))
-    window = tuple(min(k, size + p) for _, _, k, size, p in settings)  # none reaches further
+    window = tuple(min(k, size + p) for _, _, k, size, p in settings)  # not larger than the image
     edges = [(p, max((o - 1) * s + k - z - p, 0)) for k, (o, s, _, z, p) in zip(window, settings)]
     lead = x.ndim - n
-    # A numpy zero, so that JAX sees a sum (which it can differentiate) also while tracing.
+    # The zero is a numpy array. A traced zero would hide from JAX that this is a sum, and JAX can
+    # differentiate only a sum.
     zero = np.zeros((), x.dtype)
     total = lax.reduce_window(
         x, zero, lax.add, (1,) * lead + window, (1,) * lead + stride, [(0, 0)] * lead + edges
@@ -222,7 +224,7 @@ def _backward(g: Any, x: Any, *settings: Any, pool: Any, n: int) -> Any:
 
 
 def _register(n: int) -> None:
-    """The pools of ``n`` dimensions."""
+    """Register the pools of ``n`` dimensions."""
     backward = f"adaptive_max_pool{n}d_backward fractional_max_pool{n}d_backward"
     rules(
         {

@@ -1,1 +1,1 @@
-"""From a torch function to a functional ATen graph that says what autograd means."""
+"""Trace a torch function into an ATen graph that includes the meaning of autograd."""

@@ -1,7 +1,8 @@
-"""Functions of torch as a trace has to see them.
+"""Replacements for functions of torch that can't be traced as they are.
 
-Some look at values, to refuse them.  torch's decomposition of recurrent networks leaves out the
-dropout between layers, so a call with dropout is made layer by layer, with the dropout in between.
+Some read values, to raise an error for invalid ones. And torch's decomposition of recurrent
+networks leaves out the dropout between layers, so a network with dropout is run layer by layer,
+with the dropout in between.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ def _cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Tensor:
-    """``torch.cov``, which asks whether there are enough observations."""
+    """``torch.cov``, which in torch reads values to check that there are enough observations."""
     rows = x if x.ndim == 2 else x.reshape(1, -1)
-    given = [w for w in (fweights, aweights) if w is not None]
-    weights = functools.reduce(torch.mul, given) if given else torch.ones_like(rows[0].real)
+    factors = [w for w in (fweights, aweights) if w is not None]
+    weights = functools.reduce(torch.mul, factors) if factors else torch.ones_like(rows[0].real)
     total = weights.sum()
     mean = (rows * weights).sum(1, keepdim=True) / total
     away = rows - mean
@@ -58,7 +59,7 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """``gaussian_nll_loss``, which asks whether a variance is negative."""
+    """``gaussian_nll_loss``, which in torch reads values to check for negative variances."""
     spread = torch.as_tensor(var, dtype=input.dtype).clone()
     if spread.ndim and spread.shape == input.shape[:-1]:
         spread = spread.unsqueeze(-1)
@@ -72,16 +73,20 @@ def _gaussian_nll_loss(
 
 def _ctc_loss(*_: Any, **__: Any) -> Tensor:
     raise LoweringError(
-        "ctc_loss keeps a buffer whose shape depends on values, the lengths of the targets: use"
-        " optax.ctc_loss in the JAX function"
+        "ctc_loss allocates a buffer whose shape depends on the values of the target lengths, which"
+        " JAX can't do. Use optax.ctc_loss in the JAX function"
     )
 
 
 def stacked(data: Any) -> Any:
-    """A list of tensors as one, which ``torch.tensor`` would read the values of."""
+    """Stack nested lists of tensors. ``torch.tensor`` would read their values instead.
+
+    Other data are returned unchanged, and so are lists with a tensor that the tracer does not know,
+    for example one from inside a region.
+    """
     listed = tree.leaves(data) if isinstance(data, list | tuple) else ()
     tensors = [t for t in listed if torch.is_tensor(t)]
-    of = engine.proxy_mode().tracer.unwrap_proxy  # what is a region's own is no value out here
+    of = engine.proxy_mode().tracer.unwrap_proxy
     if not tensors or any(isinstance(t, FakeTensor) and of(t) is t for t in tensors):
         return data
     with torch.no_grad():
@@ -89,10 +94,10 @@ def stacked(data: Any) -> Any:
 
 
 def _grouped_mm(x: Tensor, weights: Tensor, offs: Any = None, **options: Any) -> Tensor:
-    """Each row by the matrix of its group, all in one (torch's takes only bfloat16 in a trace)."""
+    """Multiply each row by the matrix of its group (in a trace, torch's takes only bfloat16)."""
     if x.ndim != 2 or weights.ndim != 3 or any(v is not None for v in options.values()):
         return grouped_mm(x, weights, offs, **options)
-    # Zeros in the place of all other groups; JAX's ragged_dot can't be vmapped.
+    # One product with zeros for all other groups, since JAX's ragged_dot has no rule for vmap.
     before = (torch.arange(len(x), device=x.device)[:, None] < offs).int()
     member = before.diff(dim=1, prepend=before[:, :1] * 0)[..., None]
     with torch.autocast(x.device.type, enabled=False):
@@ -103,8 +108,8 @@ RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def layer_by_layer(func: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
-    """A recurrent network, with dropout between its layers."""
-    # Of a packed sequence the batch sizes come before the states, and those before the parameters.
+    """Run a recurrent network layer by layer, with dropout in between."""
+    # With a packed sequence, the batch sizes are the second argument, before the states.
     at = 2 if isinstance(args[3], list) else 1
     x, states, params, has_biases, layers, p, train, both_ways = args[0], *args[at : at + 7]
     if not (train and p > 0 and layers > 1):

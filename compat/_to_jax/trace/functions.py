@@ -1,23 +1,27 @@
-"""Custom ``autograd.Function``: found while a function is traced, and its derivative rules traced.
+"""Trace custom ``autograd.Function`` s, with their derivative rules.
 
-A trace below autograd would see the forward's operations only.  While a function is traced,
-``apply`` is intercepted (`functx._torch.process_patches`): the Function runs as usual, and is run
-once more on stand-ins, forward and backward together, by torch's own machinery, so that
-``needs_input_grad``, ``materialize_grads``, ``mark_non_differentiable`` and the rest mean what they
-mean in torch.  That joint graph is cut in two where the forward ended.  What crosses the cut is
+A trace below autograd sees only the operations of a Function's forward. So ``apply`` is intercepted
+while a function is traced (`functx._torch.process_patches`). The Function runs as usual. Then it
+runs once more on stand-ins, forward and backward together. torch's own code runs both, so that
+``needs_input_grad``, ``materialize_grads``, ``mark_non_differentiable`` and so on work as in torch.
+The resulting joint graph is cut where the forward ended. A value that crosses the cut is one of
+these:
 
-- an operand: the rule reads the node's operand;
-- a result: the rule reads the node's result, so that a derivative of the rule goes through the
+- an operand: the rule reads the operand of the node;
+- a result: the rule reads the result of the node, so that a derivative of the rule uses the
   Function's own rule again;
-- anything else is an *intermediate*; as in torch, no derivative flows through it.
+- otherwise, an *intermediate*. As in torch, no derivative flows through it.
 
 The same is done for ``jvp``, if the Function has one.
 
 NOTE [raw operations]
-The forward's own operations stay in the graph as well, because a tape inside the traced function
-(``functx.grad``) reads what they saved.  Where an operation after the Function reads one of them,
-``isolate`` gives it the node's operand or result in its place, or stops the gradient.  What then
-has no user is dead code.
+The operations of the forward stay in the graph in addition to the node, because a tape inside the
+traced function (``functx.grad``) reads what they saved. If an operation after the Function reads
+one of their results, ``isolate`` replaces it by the node's operand or result, or stops the
+gradient. Operations without users are then removed as dead code.
+
+What could be improved: the rules are traced at every call of a Function, also if a graph calls it
+many times with equal shapes.
 """
 
 from __future__ import annotations
@@ -66,10 +70,10 @@ _FAILURES = (LoweringError, RuntimeError, TypeError, ValueError, AssertionError)
 
 
 class Within(threading.local):
-    """Whether the operations of this thread are the forward of a custom Function."""
+    """Whether this thread is running the forward of a custom Function."""
 
-    forward = False  # they are, and its node stands for them
-    plain = False  # they are, in a ``no_grad`` block: like any other operation there
+    forward = False  # it is, and the Function has a node
+    plain = False  # it is, without a node: in a ``no_grad`` block, or while rules are traced
 
 
 within = Within()
@@ -89,23 +93,23 @@ def _set(**flags: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Interceptor:
-    """Runs the forwards of custom Functions of a trace, and puts them into its graph."""
+    """Runs the forwards of custom Functions in a trace, and adds their nodes to the graph."""
 
     draws: TracedDraws
     mode: FakeTensorMode
 
     def __call__(self, cls: type, forward: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What the forward of ``cls`` returns, as a node of the graph."""
-        if not issubclass(cls, torch.autograd.Function):  # functorch's own, around one
+        """Run the forward of ``cls``; its results are those of a node of the graph."""
+        if not issubclass(cls, torch.autograd.Function):  # functorch's wrapper of a Function
             return forward(*args)
         if cls is CheckpointFunction:
             run, preserve, *rest = args
             return functx.remat(run, preserve_rng_state=preserve)(*rest)
         if cls is BackwardHookFunction:
             raise LoweringError(
-                "a module that the function runs has backward hooks, which JAX's derivatives would"
-                " leave out silently: remove them (handle.remove()), or put what they do to"
-                " gradients into an autograd.Function"
+                "a module that the function calls has backward hooks, which JAX's derivatives would"
+                " ignore silently. Remove them (handle.remove()), or change gradients in an"
+                " autograd.Function instead"
             )
         if within.forward or not torch.is_grad_enabled():
             with _set(plain=not within.forward):
@@ -117,13 +121,13 @@ class Interceptor:
                 return forward(*args)
         with unseen():
             shapes = [_like(t) for t in tensors]
-        made = nodes_from_now(mode.tracer.graph)
+        new_nodes = nodes_from_now(mode.tracer.graph)
         start = self.draws.states()
         with _set(forward=True):
             out = forward(*args)
         results = _tensors(out)
-        raw = made()
-        # In surroundings of their own: the settings of the call are not those of the rules.
+        raw = new_nodes()
+        # The rules are traced with default settings, not with those that surround the call.
         rewound = self.draws.rewound(start)
         with unseen(), rewound, torch.enable_grad(), _set(plain=True), unhooked():
             function, captures = _Tracer(cls, args, shapes, results, self.mode).function()
@@ -136,12 +140,12 @@ class Interceptor:
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:
-    """The tensors among what a Function returns."""
+    """The tensors among the results of a Function."""
     return [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)]
 
 
 def _like(t: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Makes stand-ins for a tensor: fresh ones, of its shape."""
+    """A function that makes new tensors with the shape, strides, dtype and device of ``t``."""
     shape, stride, dtype, device = tuple(t.shape), t.stride(), t.dtype, t.device
     return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
@@ -152,20 +156,20 @@ def _node_of(t: torch.Tensor) -> Node:
 
 @dataclass
 class _Tracer:
-    """Traces the rules of one application of a Function."""
+    """Traces the rules for one call of a Function."""
 
     cls: Any
     args: Sequence[Any]
-    operands: Sequence[Callable[[], torch.Tensor]]  # each makes a stand-in
+    operands: Sequence[Callable[[], torch.Tensor]]  # each makes a stand-in for an operand
     results: Sequence[torch.Tensor]
     mode: FakeTensorMode
 
     def __post_init__(self) -> None:
         self._outer = engine.proxy_mode().tracer
-        self._to: list[int] = []  # the operands that the backward gives gradients of
+        self._to: list[int] = []  # the operands that get gradients from the backward
 
     def function(self) -> tuple[CustomFunction, list[torch.Tensor]]:
-        """The Function, and what it closes over."""
+        """The Function with its rules, and the tensors that it closes over."""
         n_cotangents = [i for i, r in enumerate(self.results) if has_derivatives(r)]
         cotangents = [_like(self.results[i]) for i in n_cotangents]
         failed = ""
@@ -179,8 +183,8 @@ class _Tracer:
         traces = [back]
         of = self._differentiable_operands()
         if self.cls.jvp is not torch.autograd.Function.jvp:
-            # One that fails (those that vmap generates do, where the Function has none) is none:
-            # the transpose of the backward takes its place.
+            # If the jvp fails, the transpose of the backward is used. (vmap generates a jvp that
+            # fails for Functions that have none.)
             with suppress(*_FAILURES):
                 traces.append(self._trace(self._joint_jvp, [self.operands[i] for i in of]))
         captures = list({id(t): t for _, lifted, _ in traces for t in lifted}.values())
@@ -207,19 +211,19 @@ class _Tracer:
     def _trace(
         self, f: Callable[..., Any], extra: Sequence[Callable[[], torch.Tensor]]
     ) -> tuple[GraphModule, list[torch.Tensor], int]:
-        """A functional graph of ``f``, the tensors it closes over, the number of extra inputs."""
+        """A functional graph of ``f``, the tensors it closes over, and the number of ``extra``."""
         with engine.without_proxies():
             inputs = [make() for make in (*self.operands, *extra)]
         module = engine.trace_subgraph(f, *inputs)
         isolate(module)
         with engine.without_proxies():
             lifted = lift_constants(module, self.mode, self._known)
-        with _set(forward=True):  # once more, operation by operation
+        with _set(forward=True):  # no node for the operations that run again here
             module = functional(module, lambda run, xs: engine.trace_subgraph(run, *xs), self.mode)
         if writes_to_placeholders(module):
             raise LoweringError(
                 f"{self.cls.__name__}, a custom autograd.Function, writes to its inputs"
-                " (mark_dirty), and JAX arrays never change: return a new tensor instead"
+                " (mark_dirty), but JAX arrays can't be written to. Return a new tensor instead"
             )
         return module, lifted, len(extra)
 
@@ -241,7 +245,7 @@ class _Tracer:
         return results
 
     def _joint(self, of: Sequence[int], *tensors: torch.Tensor) -> list[Any]:
-        """Results, then a gradient for each operand that can have one."""
+        """The results, followed by a gradient for each operand that can have one."""
         operands, cotangents = tensors[: len(self.operands)], tensors[len(self.operands) :]
         at = self._differentiable_operands()
         for i in at:
@@ -262,7 +266,7 @@ class _Tracer:
         return [*results, *gradients]
 
     def _joint_jvp(self, *tensors: torch.Tensor) -> list[Any]:
-        """Results, then a tangent for each that can have one."""
+        """The results, followed by a tangent for each result that can have one."""
         operands, tangents = list(tensors[: len(self.operands)]), tensors[len(self.operands) :]
         own = self.cls.jvp
 
@@ -286,7 +290,10 @@ def _mark_forward() -> None:
 
 
 def _forward_nodes(nodes: Sequence[Node], extra: Sequence[Node]) -> set[Node]:
-    """What ran before the rule did, and does not depend on its cotangents or tangents."""
+    """The nodes that belong to the forward.
+
+    They existed when the rule began (`_mark_forward`), and depend on no cotangent or tangent.
+    """
     later: set[Node] = set(extra)
     found: set[Node] = set()
     for node in nodes:
@@ -298,7 +305,7 @@ def _forward_nodes(nodes: Sequence[Node], extra: Sequence[Node]) -> set[Node]:
 
 
 def _source(node: Node) -> Node:
-    """What a node is an alias of."""
+    """The node that ``node`` is an alias of, or ``node`` itself."""
     while node.target in _SAME:
         (node,) = node.all_input_nodes
     return node
@@ -312,7 +319,20 @@ def cut(
     n_operands: int,
     n_results: int,
 ) -> tuple[GraphModule, tuple[tuple[str, int], ...], GraphModule]:
-    """The rule's graph, what it reads, and the forward's graph with what the rule reads of it."""
+    """Cut a joint graph into a forward and a rule.
+
+    Args:
+        joint: the graph.
+        lifted: the tensors that the graph closes over, whose placeholders come last.
+        n_extra: the number of cotangents or tangents.
+        captures: the tensors that any graph of the Function closes over.
+        n_operands: the number of operands.
+        n_results: the number of results.
+
+    Returns:
+        The graph of the rule, its residuals, and the graph of the forward, which also returns the
+        intermediates that the rule reads.
+    """
     nodes = list(joint.graph.nodes)
     outputs = nodes[-1].args[0]
     inputs = placeholders(joint)
@@ -320,19 +340,19 @@ def cut(
     operands = [*inputs[:n_operands], *(late.get(id(t)) for t in captures)]
     extra = inputs[n_operands : n_operands + n_extra]
     results = outputs[:n_results]
-    known: dict[Node, tuple[str, int]] = {p: ("operand", i) for i, p in enumerate(operands) if p}
+    origins: dict[Node, tuple[str, int]] = {p: ("operand", i) for i, p in enumerate(operands) if p}
     for i, r in enumerate(results):
-        known.setdefault(_source(r), ("result", i))
+        origins.setdefault(_source(r), ("result", i))
     middle: list[Node] = []
     reads: dict[tuple[str, int], None] = {}
 
     def residual(node: Node) -> tuple[str, int]:
         source = _source(node)
-        if source not in known:
-            known[source] = ("intermediate", len(middle))
+        if source not in origins:
+            origins[source] = ("intermediate", len(middle))
             middle.append(source)
-        reads.setdefault(known[source])
-        return known[source]
+        reads.setdefault(origins[source])
+        return origins[source]
 
     forward = _forward_nodes(nodes, extra)
     late_nodes = [n for n in nodes if n.op == "call_function" and n not in forward]
@@ -365,22 +385,22 @@ def cut(
     rule = GraphModule(joint, graph)
 
     graph = Graph()
-    made: dict[Node, Node] = {}
+    copied: dict[Node, Node] = {}
     for i, operand in enumerate(operands):
         if operand is None:
             graph.placeholder(f"operand_{i}")
         else:
-            made[operand] = graph.node_copy(operand)
+            copied[operand] = graph.node_copy(operand)
     for n in nodes:
         if n.op == "get_attr" or n in forward:
-            made[n] = graph.node_copy(n, made.__getitem__)
-    graph.output([made[n] for n in (*results, *middle)])
+            copied[n] = graph.node_copy(n, copied.__getitem__)
+    graph.output([copied[n] for n in (*results, *middle)])
     graph.eliminate_dead_code()
     return rule, tuple(reads), GraphModule(joint, graph)
 
 
 def _live(nodes: Sequence[Node], outputs: Sequence[Any]) -> set[Node]:
-    """Those of some nodes that outputs are computed from."""
+    """The nodes among ``nodes`` from which ``outputs`` are computed."""
     among, live = set(nodes), set()
     stack = [o for o in outputs if o in among]
     while stack:
@@ -392,7 +412,7 @@ def _live(nodes: Sequence[Node], outputs: Sequence[Any]) -> set[Node]:
 
 
 def isolate(module: GraphModule) -> None:
-    """NOTE [raw operations], for a graph and the bodies in it."""
+    """Separate Functions from their raw operations; NOTE [raw operations]."""
     for inner in modules_of(module):
         for node in list(inner.graph.nodes):
             if RAW in node.meta:
@@ -401,7 +421,7 @@ def isolate(module: GraphModule) -> None:
 
 def _isolate(node: Node, raw: Sequence[Node], results: Sequence[Node]) -> None:
     inside = set(raw)
-    # Several results that are one tensor: the first stands for all.
+    # If several results are the same tensor, use the first one.
     gives = {_source(r): i for i, r in reversed(list(enumerate(results)))}
     pieces = {u.args[1]: u for u in node.users}
     for r in raw:

@@ -1,7 +1,8 @@
-"""Values that are known while a function is traced, before it has data; Python may read them.
+"""Values that Python code may read while a function is traced.
 
-Known is what the function closes over, and what it computes of that and of numbers alone. What is
-closed over and was read is compared at each later call, and another value traces again.
+The values of tensors that the function closes over are known during the trace, and so are results
+that depend only on these and on numbers. If Python code reads such a value, the captured tensors
+behind it are compared at each later call, and a changed value triggers a new trace.
 """
 
 from __future__ import annotations
@@ -18,38 +19,39 @@ from functx._core import tree
 from functx._torch.lowering import FakeTensor, is_functorch_wrapped, is_mutable
 from functx.compat._to_jax.nodes import draws
 
-_LARGEST = 4096  # entries; larger ones are nobody's sizes
+_LARGEST = 4096  # elements; Python code does not read sizes or indices from larger tensors
 _T: Any = Tensor
 READS = {_T.item, _T.tolist, _T.numpy, _T.__bool__, _T.__float__, _T.__int__, _T.__index__}
 
 Reads = dict[int, tuple[Tensor, Tensor]]
-"""By id: what is closed over, and its value."""
-_UNSET: Reads = {0: (torch.empty(0), torch.empty(0))}  # what memory has that nobody has written
+"""By id: a captured tensor, and its value."""
+# The source of values that come from uninitialized memory. They must not be read.
+_UNSET: Reads = {0: (torch.empty(0), torch.empty(0))}
 _aten = torch.ops.aten
 _WRITES_ALL = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default}
 
 
 class KnownValues:
-    """The values that one trace knows, and what is closed over and was read."""
+    """The known values of one trace. ``reads`` has the captured tensors that were read."""
 
     def __init__(self) -> None:
         self.reads: Reads = {}
-        # By id: the tensor, which is not held (a region lets go of what is on its tape), its
-        # value, and what is closed over that it depends on.
+        # By id: a weak reference to the tensor (a region must be able to free it), its value, and
+        # the captured tensors that it depends on.
         self._known: dict[int, tuple[ref[Tensor], Tensor, Reads]] = {}
 
     def read(self, t: Tensor) -> Tensor | None:
-        """A value that is known, for Python to read."""
+        """The value of a tensor for Python code to read; ``None`` if it is not known."""
         found = self._find(t)
         return None if found is None or 0 in found[2] else self._noted(found[1], found[2])
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation gives whose result depends on values, if they are known."""
+        """The result of an operation that depends on values; ``None`` if they are not known."""
         found = self._compute(func, args, kwargs)
         return None if found is None else self._noted(*found)
 
     def places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-        """Indices with the places that masks choose in place of masks, if these are known."""
+        """Replace each mask among some indices by positions; ``None`` if a mask is not known."""
         found: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -62,7 +64,7 @@ class KnownValues:
         return found
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An operation has run in the trace."""
+        """Note the values of the results of an operation that has run in the trace."""
         outs = [t for t in tree.leaves(out) if tree.is_tensor(t)]
         known = all(t.numel() <= _LARGEST for t in outs)
         found = self._compute(func, args, kwargs) if known and not draws(func, args) else None
@@ -83,13 +85,13 @@ class KnownValues:
                     return None
                 leaves[i] = found[1]
                 sources |= found[2] if i or func not in _WRITES_ALL else {}
-        if 0 in sources and not func.is_view:  # unset memory may be no index, say
+        if 0 in sources and not func.is_view:  # uninitialized memory is not a valid index
             return None
         args, kwargs = tree.unflatten(spec, leaves)
         try:
             with engine.without_dispatch_modes():
                 return func(*args, **kwargs), sources
-        except RuntimeError:  # of an operation that can't be made for real
+        except RuntimeError:  # the operation can't run on real tensors
             return None
 
     def _find(self, t: Tensor) -> tuple[ref[Tensor], Tensor, Reads] | None:
@@ -108,7 +110,7 @@ class KnownValues:
         return result
 
     def _forget(self, args: Any) -> None:
-        """Something unknown was written: what shares the memory is not known any more."""
+        """Forget the values of all tensors that share memory with one of ``args``."""
         for t in filter(tree.is_tensor, tree.leaves(args)):
             if (found := self._known.get(id(t))) is not None:
                 memory = engine.storage_of(found[1])
@@ -118,5 +120,5 @@ class KnownValues:
 
 
 def unchanged(reads: Reads) -> bool:
-    """Whether what was read has its value still."""
+    """Whether all captured tensors that were read still have the same values."""
     return all(t.shape == v.shape and torch.equal(t, v) for t, v in reads.values())

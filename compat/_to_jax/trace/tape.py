@@ -1,27 +1,27 @@
-"""What autograd means at each operation of a trace, recorded into the graph.
+"""Record into the graph of a trace where derivatives flow.
 
-A trace below autograd sees values only.  Three facts decide what a later ``jax.grad`` may
-differentiate, and each is written into the graph while the function runs:
+A trace below autograd sees only values. Three facts decide what a later ``jax.grad`` may
+differentiate, and each is recorded in the graph while the function runs:
 
-- outputs of operations that ran with grad mode off (``no_grad`` blocks, pullbacks without
-  ``create_graph``) pass through ``aten.detach``, which lowers to ``lax.stop_gradient``;
-- a ``detach`` that the user wrote stays; one that autograd itself makes when it saves an output
-  is only an alias, or second derivatives would be cut;
-- a write in a ``no_grad`` block changes the value and leaves the derivative: ``straight_through``.
+- Results of operations that ran with grad mode off (``no_grad`` blocks, pullbacks without
+  ``create_graph``) pass through ``aten.detach``, which lowers to ``lax.stop_gradient``.
+- A ``detach`` of user code stays in the graph. A ``detach`` that autograd makes when it saves an
+  output becomes an alias, because otherwise second derivatives would be zero.
+- A write in a ``no_grad`` block changes the value but not the derivative: ``straight_through``.
 
-Every draw of random numbers is numbered (``traced_draws.py``).  A custom ``autograd.Function`` has
-a node of its own (``functions.py``).  An operation whose result shape or Python value depends on
-data is refused.
+Every draw of random numbers is numbered (``traced_draws.py``). A custom ``autograd.Function``
+becomes one node (``functions.py``). An operation whose result shape or Python value depends on data
+raises an error.
 
-A trace needs no tape: JAX takes the derivatives, of whatever it is asked for later.  So a traced
-value does not require grad, and a function that branches on that would be traced on the wrong side
-of its branch.
+A trace needs no tape, because JAX takes the derivatives later. So traced values do not require
+grad. But a function that branches on ``requires_grad`` would then take the wrong branch.
 
 NOTE [asked]
-A function that asks is traced once more, with every floating-point input on a tape: torch's own
-answers are then those that it gives where derivatives are taken of all of them.  What asks: reading
-``requires_grad``, ``is_leaf`` or ``grad_fn``, ``retain_grad``, and ``autograd.grad`` with respect
-to what has no tape.  Hooks that see gradients are refused: JAX's derivatives would leave them out.
+A function that asks about its tape is traced once more, with every floating-point input on a tape.
+torch then answers as it does if derivatives are taken with respect to all of them. A function asks
+by reading ``requires_grad``, ``is_leaf`` or ``grad_fn``, by ``retain_grad``, or by
+``autograd.grad`` with respect to a tensor without a tape. Hooks that see gradients are errors,
+since JAX's derivatives would ignore them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _HOOKS = (_T.register_hook, _T.register_post_accumulate_grad_hook)
 _OF_DATA = (torch.tensor, torch.as_tensor)
 ASKS = {_REQUIRES_GRAD, _IS_LEAF, _GRAD_FN, *_SETS, *_HOOKS, _T.retain_grad}
 WITHOUT_TAPE = ("does not require grad", "doesn't require gradient")
-"""What torch says where a derivative is asked for of what is on no tape."""
+"""Words of torch's errors for derivatives of a tensor that is on no tape."""
 _OWN_CALLERS = (
     *("torch._", "torch.fx", "torch.fx.passes.shape_prop"),
     *("torch.autograd.function", "torch.autograd"),
@@ -92,32 +92,32 @@ _OWN_CALLERS = (
 
 def _refuse_hook(name: str) -> None:
     raise LoweringError(
-        f"{name}: JAX's derivatives would leave the hook out silently; put what it does to"
-        " gradients into an autograd.Function"
+        f"{name}: JAX's derivatives would ignore the hook silently; change gradients in an"
+        " autograd.Function instead"
     )
 
 
 class Asked(BaseException):
-    """The function asked for its tape, and has none.  ``NOTE [asked]``."""
+    """The function asked for its tape in a trace without one. ``NOTE [asked]``."""
 
 
 class _Enter(engine.SingleLevelFunction):
-    """Puts a tensor on a tape as it is, without an operation."""
+    """Puts a tensor on a tape without changing it, and without an operation in the graph."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         ctx.mark_dirty(x)
         return x
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[None, None]:
-        """The tape begins here."""
+        """Return no gradients: the tape begins here."""
         return None, None
 
 
-class _Watched:
-    """A node of the tape as the function sees it: what is hung on it, JAX would not see."""
+class _NodeWithoutHooks:
+    """A ``grad_fn`` as user code sees it. Hooks are errors, since JAX would ignore them."""
 
     def __init__(self, node: Any) -> None:
         self._node = node
@@ -129,17 +129,17 @@ class _Watched:
 
 
 class Tape:
-    """Answers what a function asks of its tape; inputs are on one if it is ``kept``."""
+    """Answers questions about the tape. With ``exists``, inputs are put on a tape."""
 
-    def __init__(self, kept: bool) -> None:
-        self._kept = kept
+    def __init__(self, exists: bool) -> None:
+        self._exists = exists
         self._inputs: dict[int, torch.Tensor] = {}
-        self._around, self._told = saved_tensors_hooks(), False
-        self.detaches = 0  # how many calls of ``detach`` by the user are under way
+        self._hooks_around, self._has_warned = saved_tensors_hooks(), False
+        self.detaches = 0  # how many calls of ``detach`` by user code are running
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Put the inputs on the tape, if there is to be one."""
-        for x in inputs if self._kept else ():
+        """Put the inputs on the tape, if there is one."""
+        for x in inputs if self._exists else ():
             if has_derivatives(x):
                 with engine.without_proxies():
                     token = torch.zeros((), requires_grad=True)
@@ -148,7 +148,7 @@ class Tape:
                 self._inputs[id(x)] = x
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Answer one of `ASKS`."""
+        """Answer one of the calls in `ASKS`."""
         x = args[0]
         if not isinstance(x, FakeTensor) or is_functorch_wrapped(x):
             return func(*args, **kwargs)
@@ -158,7 +158,7 @@ class Tape:
             return self._set(x, func, args, kwargs)
         if func in (_REQUIRES_GRAD, _IS_LEAF, _GRAD_FN) and called_by(*_OWN_CALLERS):
             return func(x)
-        if not self._kept and has_derivatives(x):
+        if not self._exists and has_derivatives(x):
             if func == _REQUIRES_GRAD and func(x):
                 return True
             raise Asked
@@ -166,33 +166,33 @@ class Tape:
             return id(x) in self._inputs or func(x)
         if func == _GRAD_FN:
             node = None if id(x) in self._inputs else func(x)
-            return None if node is None else _Watched(node)
+            return None if node is None else _NodeWithoutHooks(node)
         return func(*args, **kwargs)
 
     def _set(self, x: torch.Tensor, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         flag = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
         if not flag and has_derivatives(x):
-            if not self._kept:
+            if not self._exists:
                 raise Asked
             if x.requires_grad:
                 raise LoweringError(
-                    "requires_grad is set to False for a value that derivatives may be taken of:"
-                    " JAX can't be told so afterwards; use x.detach(), or torch.no_grad()"
+                    "requires_grad is set to False for a value that may be differentiated, which"
+                    " has no counterpart in JAX; use x.detach() or torch.no_grad() instead"
                 )
         return func(*args, **kwargs)
 
     def saves(self, arguments: Any) -> None:
-        """Refuse hooks that may change what a tape saves: JAX would not ask them."""
+        """Refuse saved-tensor hooks that may change what a tape saves; JAX would not call them."""
         hooks = saved_tensors_hooks()
-        if hooks is None or hooks == self._around:
+        if hooks is None or hooks == self._hooks_around:
             return
         module = str(getattr(hooks[0], "__module__", None))
-        if module == "torch.utils.checkpoint" and not self._told:
-            self._told = True
+        if module == "torch.utils.checkpoint" and not self._has_warned:
+            self._has_warned = True
             warn(
-                "the JAX function keeps what torch.utils.checkpoint recomputes: take"
-                " functx.apply_remat or functx.checkpoint in its place, or functx.patch_checkpoint"
-                " (which changes nothing for torch.distributed._composable.checkpoint)"
+                "the JAX function saves what torch.utils.checkpoint recomputes. Use"
+                " functx.apply_remat or functx.checkpoint instead, or functx.patch_checkpoint"
+                " (which has no effect on torch.distributed._composable.checkpoint)"
             )
         if module == "torch.utils.checkpoint" or module.partition(".")[0] == "functx":
             return
@@ -200,13 +200,13 @@ class Tape:
         map_tensors(lambda t: taped.append(t.requires_grad), arguments)
         if module != "torch.autograd.graph" or any(taped):  # save_on_cpu changes nothing
             raise LoweringError(
-                "torch.autograd.graph.saved_tensors_hooks inside the function: JAX's derivatives"
-                " would not go through them; use functx.remat with a policy in their place"
+                "the function uses torch.autograd.graph.saved_tensors_hooks, which JAX's"
+                " derivatives would ignore; use functx.remat with a policy instead"
             )
 
 
 class UserCalls(TorchFunctionMode):
-    """Sees calls by name: the user's ``detach``, and what ``Tape`` and ``composites`` answer."""
+    """Sees calls of user code: ``detach``, and those that ``Tape`` and ``composites`` replace."""
 
     def __init__(self, tape: Tape, known: KnownValues) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class UserCalls(TorchFunctionMode):
         self._tape.detaches += 1
         try:
             if func is torch.Tensor.detach_:
-                # Autograd does this one alone, without an operation that a trace could see.
+                # `detach_` has no operation below autograd, so write the detached value instead.
                 args[0].copy_(args[0].detach())
             return func(*args, **(kwargs or {}))
         finally:
@@ -256,10 +256,10 @@ class Observer(TorchDispatchMode):
     def __init__(self, random_draws: TracedDraws, tape: Tape, known: KnownValues) -> None:
         super().__init__()
         self._draws, self._tape, self._known = random_draws, tape, known
-        # Ids of the tensors that operations took as arguments: the traced function used them.
+        # Ids of the tensors that were arguments of operations, so the traced function used them.
         self.seen: set[int] = set()
-        # Views made without grad, by id: (the detached view handed out, the view itself).  Writing
-        # to the first must write through the second, whose derivative is still attached.
+        # Views made without grad, by id: the detached view, which user code has, and the view
+        # itself. A write to the first must write to the second, which still has its derivative.
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(
@@ -268,29 +268,29 @@ class Observer(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return func(*[self._inside(a) for a in args], **kwargs)
-        if func.namespace == "prim":  # asks for the device, say; reads no values
+        if func.namespace == "prim":  # such as a query of the device, which reads no values
             return func(*args, **kwargs)
         map_tensors(lambda t: self.seen.add(id(t)), (args, kwargs))
         if func in _READS_VALUE and is_check(args[0], again=within.plain):
             return True
         state = None
         if draws(func, args):
-            # A generator is no value of a graph: its state is in the number.
+            # A graph can't contain a generator. The number of the draw represents its state.
             state = self._draws.advance(kwargs.get("generator"))
             kwargs = {name: None if name == "generator" else v for name, v in kwargs.items()}
         mode = engine.proxy_mode()
-        made = None if mode is None else nodes_from_now(mode.tracer.graph)
+        new_nodes = None if mode is None else nodes_from_now(mode.tracer.graph)
         out = self._dispatch(func, args, kwargs)
         self._known.follow(func, args, kwargs, out)
-        if made is not None and state is not None:
-            for i, node in enumerate(n for n in reversed(made()) if draws(n.target, n.args)):
+        if new_nodes is not None and state is not None:
+            for i, node in enumerate(n for n in reversed(new_nodes()) if draws(n.target, n.args)):
                 node.meta["functx_draw"] = self._draws.number((state, i))
         return out
 
     def _dispatch(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is aten.detach.default:
             by_autograd = not self._tape.detaches and torch.is_grad_enabled()
-            # A tape that checkpoint's hooks hand a value to takes it for the one that it saved.
+            # autograd, and checkpoint's hooks, detach values that still have their derivatives.
             if by_autograd or called_by("torch.utils.checkpoint"):
                 return aten.alias.default(*args)
         if torch.is_grad_enabled() or within.forward:
@@ -302,7 +302,7 @@ class Observer(TorchDispatchMode):
         return map_tensors(lambda t: self._stop(func, t), out)
 
     def _inside(self, arg: Any) -> Any:
-        # A region's body runs with this mode popped; it has to be observed too.
+        # The body of a region runs with this mode popped, and has to be observed too.
         if isinstance(arg, torch.Tensor | torch.fx.GraphModule) or not callable(arg):
             return arg
 
@@ -349,15 +349,15 @@ class Observer(TorchDispatchMode):
 
 
 def _is_constant(op: OpOverload, args: Any) -> bool:
-    """Whether an operation without a rule makes a constant: a window, the frequencies of an FFT."""
+    """Whether an operation without a rule returns a constant, like a window or FFT frequencies."""
     plain = not draws(op, args) and not any("Tensor" in str(a.type) for a in op._schema.arguments)
     return plain and lookup(op) is None and op not in decompositions()
 
 
 def _data_dependent(func: OpOverload) -> LoweringError:
     how = (
-        "needs the value of a tensor as a Python number (item(), float(x), bool(x), tolist(), in"
-        " training BatchNorm of momentum=None)"
+        "needs the value of a tensor as a Python number (item(), float(x), bool(x), tolist(), or"
+        " BatchNorm with momentum=None in training)"
         if func in _READS_VALUE
         else "has a result whose shape or value depends on data"
     )

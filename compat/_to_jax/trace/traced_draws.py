@@ -1,10 +1,10 @@
-"""Which draw of a trace is which: the state of its generator names it.
+"""Number the random draws of a trace by the state of their generator.
 
-A trace runs on tensors without data, so nothing advances torch's generators.  Here every random
-operation advances the generator that it draws from, and is numbered by the state found there.
-Whatever puts a state back (the replay of a ``remat`` region, ``torch.manual_seed``,
-``set_rng_state``, another library's checkpointing) then gets the numbers, and in JAX the random
-values, that it got before.  After the trace every generator is as it was.
+A trace runs on tensors without data, so random operations do not advance torch's generators. Here
+every random operation advances its generator, and gets a number that depends on the state before.
+If a state is restored (by the replay of a region, ``torch.manual_seed``, ``set_rng_state``, or
+another library's checkpointing), the next draws get the same numbers as before, and in JAX the same
+random values. After the trace, all generators are restored.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ class TracedDraws:
         self._before: dict[torch.Generator, torch.Tensor] = {}
 
     def advance(self, generator: torch.Generator | None) -> bytes:
-        """Step a generator (the default one for None); gives a name of the state it was in."""
+        """Advance a generator (the default one if ``None``); returns a hash of its old state."""
         generator = torch.default_generator if generator is None else generator
         state = generator.get_state()
         self._before.setdefault(generator, state)
-        # Not through numpy: reading the state must be no operation that a mode could see.
+        # Read the memory directly, since dispatch modes would see an operation on the tensor.
         values = ctypes.string_at(state.data_ptr(), state.numel())
         digest = hashlib.blake2b(values, digest_size=8).digest()
         generator.manual_seed(int.from_bytes(digest, "big") >> 1)
         return digest
 
     def number(self, mark: Mark) -> int:
-        """The number of a draw; the same mark has the same number."""
+        """The number of a draw. Equal marks have equal numbers."""
         return self._numbers.setdefault(mark, len(self._numbers))
 
     def states(self) -> dict[torch.Generator, torch.Tensor]:
-        """What the generators that were drawn from will give next."""
+        """The current states of the generators that were used."""
         return {g: g.get_state() for g in (torch.default_generator, *self._before)}
 
     @contextmanager
     def rewound(self, states: dict[torch.Generator, torch.Tensor]) -> Iterator[None]:
-        """What runs here draws from earlier states; afterwards it is as if it had not."""
+        """A context that starts from earlier states, and restores the current ones at the end."""
         now = self.states()
         _set(states)
         try:
@@ -62,7 +62,7 @@ class TracedDraws:
             _set(now)
 
     def restore(self) -> None:
-        """Leave every generator as the trace found it."""
+        """Restore the state that every generator had before the trace."""
         _set(self._before)
         self._before = {}
 
@@ -74,15 +74,18 @@ def _set(states: dict[torch.Generator, torch.Tensor]) -> None:
 
 @contextmanager
 def only_torch_draws(name: str) -> Iterator[None]:
-    """Refuse random numbers that a trace would freeze: those of Python's and numpy's generators."""
+    """A context that raises an error if Python's or numpy's random generator is used.
+
+    A trace would turn their numbers into constants.
+    """
     before = _foreign_states()
     yield
     after = _foreign_states()
     moved = [library for library in after if after[library] != before[library]]
     if moved:
         raise LoweringError(
-            f"{name} draws from {' and '.join(moved)} while it is traced: the numbers would be"
-            " frozen into the JAX function. Draw with torch (and a key), or pass them as arguments"
+            f"{name} draws from {' and '.join(moved)} while it is traced, so the numbers would be"
+            " constants of the JAX function. Draw with torch (and a key), or pass them as arguments"
         )
 
 

@@ -1,11 +1,11 @@
-"""What is asked of values to raise an error, where there are no values to ask.
+"""Value checks that raise an error in torch and give NaN in JAX.
 
-``torch.distributions`` reads whether parameters and samples are valid as a Python number, to raise
-a ``ValueError``, and so does ``torch._check_tensor_all``, which models of transformers call.  A
-function is traced before it has data, so the answer while it is traced is that they are valid, and
-the question goes into the graph: where it turns out that they were not, every floating-point result
-of the function (or of the region in it that asked) is NaN.  Other reads of values, a rejection
-sampler's for one, are no such questions and are refused as anywhere.
+``torch.distributions`` reads from tensors whether parameters and samples are valid, and raises a
+``ValueError`` if not. So does ``torch._check_tensor_all``, which models of transformers call. A
+function is traced before it has data. So during the trace such a check passes, and its condition is
+added to the graph. If the condition is false at a call, every floating-point result of the function
+(or of the region that contains the check) is NaN. Other code that reads values, such as a rejection
+sampler, raises an error in the trace as usual.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _library.impl("unless", lambda x, valid: x.clone(), "CompositeExplicitAutograd")
 _asked = has_side_effect(torch.ops.functx.asked.default)  # nothing reads it
 _unless = torch.ops.functx.unless.default
 _ASKING = {
-    # The last one asks for the first two, since torch 2.15.
+    # Since torch 2.15 the last function is called by the first two.
     "torch.distributions.": (
         "__init__",
         "_validate_sample",
@@ -44,9 +44,9 @@ _ASKING = {
 
 
 def is_check(answer: torch.Tensor, again: bool) -> bool:
-    """Whether a value that is read is such an answer; if so, the graph has it from now on.
+    """Whether ``answer`` is read by a value check. If so, add its condition to the graph.
 
-    It has it already if the same code runs ``again``.
+    With ``again``, the same code has run before, and the graph has the condition already.
     """
     if not asked_by(_ASKING):
         return False
@@ -56,7 +56,7 @@ def is_check(answer: torch.Tensor, again: bool) -> bool:
 
 
 def heed(module: GraphModule) -> None:
-    """Make the results of a graph, and of the regions in it, depend on what was asked there."""
+    """Make the results of a graph, and of each region in it, depend on the checks in it."""
     graph = module.graph
     for node in graph.nodes:
         if is_region(node):

@@ -28,7 +28,7 @@ def add_demo(commands: Any) -> None:
         help="folder for the picture, the figures as JSON and the printout (default: functx-demo)",
     )
     demo.add_argument("--epochs", type=int, help="passes over the training images")
-    demo.add_argument("--quick", action="store_true", help="a toy size, to see it run")
+    demo.add_argument("--quick", action="store_true", help="use a toy size, which takes seconds")
     demo.set_defaults(run=_run)
 
 

@@ -1,8 +1,9 @@
-"""What each way to the same per-example gradients keeps, peaks at and takes.
+"""Measure the memory and time of each way to compute the same per-example gradients.
 
-``kept`` is what the pullback of the losses holds, parameters and data aside; the peak is that of a
-whole call. In torch both are followed storage by storage; in JAX the first are the residuals, the
-second the temporary memory of the compiled program with its results.
+``kept`` are the bytes that the pullback of the losses saves, without parameters and data. The peak
+is that of a whole call. In torch both are measured storage by storage. In JAX, ``kept`` are the
+bytes of the residuals, and the peak is the temporary memory of the compiled program plus its
+results.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _in_jax(remat: str, block: Block, batch: Batch, repeats: int) -> Row:
     losses: Any = jax.vmap(loss, in_axes=(None, 0, 0))
     saved = functx.saved_residuals(lambda p: losses(p, *data), params)
     kept = sum(one.nbytes for one in saved if one.kind == "output")
-    # Without this XLA's CPU compiler merges the recomputation with the forward pass again.
+    # By default XLA's CPU compiler merges the recomputation with the forward pass.
     on_cpu = {"xla_disable_hlo_passes": "cse_barrier_expander"}
     options: Any = on_cpu if jax.default_backend() == "cpu" else None
     gradients: Any = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0, 0)))
@@ -103,11 +104,12 @@ def crosscheck(batch: Batch) -> compat.Crosscheck:
 
 
 def _median_seconds(run: Callable[[], Any], repeats: int) -> float:
-    return statistics.median(timeit.repeat(run, number=1, repeat=repeats + 1)[1:])  # once warm
+    # The first run is a warm-up.
+    return statistics.median(timeit.repeat(run, number=1, repeat=repeats + 1)[1:])
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows as a table: bytes in MiB, peak and time as ratios to the first row too."""
+    """The rows as a table, with bytes in MiB, and ratios of peak and time to the first row."""
     found = Table("library", "blocks under", title="per-example gradients of one batch")
     found.title_justify = "left"
     for name in ("kept, MiB", "peak, MiB", "ratio", "time, ms", "ratio"):

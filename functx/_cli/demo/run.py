@@ -1,4 +1,4 @@
-"""The demo from start to end: train, cross-check, measure, write down."""
+"""The demo from start to end: train, cross-check, measure, write the results."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ CLIP = 1.0
 
 
 class DemoError(Exception):
-    """The demo can't run as asked; the message says why, and what to do."""
+    """The demo can't run with these options. The message says why, and what to do."""
 
 
 def run(out: Path, device: str = "cpu", epochs: int | None = None, quick: bool = False) -> None:
-    """Run the demo, printing as it goes.
+    """Run the demo and print its progress.
 
     Args:
         out: Folder for the picture, the JSON and the printout.
-        device: Where torch computes.
+        device: The device for torch.
         epochs: Passes over the training images; 15 by default, 1 if ``quick``.
-        quick: Whether to take a toy size, to see it run.
+        quick: Whether to use a toy size, which takes seconds.
 
     Raises:
-        DemoError: The device is missing, or the folder can't be made.
+        DemoError: The device is not available, or the folder can't be created.
     """
     epochs = (1 if quick else 15) if epochs is None else epochs
     size, batch, repeats = (TOY, 16, 1) if quick else (FULL, 48, 5)
@@ -49,9 +49,9 @@ def run(out: Path, device: str = "cpu", epochs: int | None = None, quick: bool =
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DemoError(f"--out {out}: {error.strerror}") from error
-    except (RuntimeError, AssertionError) as error:  # the latter where torch is built without CUDA
-        said = str(error).partition("\n")[0]
-        raise DemoError(f"--device {device}: {said}; the demo runs on cpu and cuda") from error
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch built without CUDA
+        reason = str(error).partition("\n")[0]
+        raise DemoError(f"--device {device}: {reason}; the demo runs on cpu and cuda") from error
     console = Console(record=True, highlight=False, width=110)
     started = time.perf_counter()
     images, labels = (x.to(device) for x in training.load(160 if quick else None))
@@ -90,31 +90,32 @@ def run(out: Path, device: str = "cpu", epochs: int | None = None, quick: bool =
     figures |= {"rows": rows, "peak_ratio": ratio, "seconds": time.perf_counter() - started}
     console.print(f"{figures['seconds']:.0f} s; picture, figures and printout: {out}/")
     (out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
-    text = re.sub("training .*training ", "training ", console.export_text())  # the bar, once
+    # Keep only the last state of the progress bar.
+    text = re.sub("training .*training ", "training ", console.export_text())
     (out / "printout.txt").write_text(text)
 
 
 def _train(data: Any, epochs: int, batch: int, console: Console) -> dict[str, Any]:
-    """Train on four fifths of the images; the others tell how well it goes."""
+    """Train on four fifths of the images, and test on the others."""
     params, images, labels = data
-    known = len(images) * 4 // 5
+    count = len(images) * 4 // 5
     numbers = sum(param.numel() for param in params.values())
     depth, (tokens, width) = sum("qkv" in name for name in params), params["position"].shape
     console.print(
-        f"{known} digits to train on, {len(images) - known} held out\n"
+        f"{count} digits to train on, {len(images) - count} held out\n"
         f"vision transformer: {depth} blocks, {tokens} tokens of width {width}, "
         f"{numbers:,} parameters, on {images.device}\n"
         "gradients: vmap(grad(loss)), every block a remat region, each image's clipped to norm "
         f"{CLIP:g}\na minute or two on an idle machine; functx demo --quick takes seconds"
     )
-    started, total = time.perf_counter(), epochs * (known // batch)
-    steps = training.train(params, images[:known], labels[:known], epochs, batch, CLIP)
+    started, total = time.perf_counter(), epochs * (count // batch)
+    steps = training.train(params, images[:count], labels[:count], epochs, batch, CLIP)
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "{task.description}"
     with Progress("training", *columns, console=console) as progress:
         for step, _ in enumerate(progress.track(steps, total, description=""), 1):
-            if step * epochs % total == 0 and not console.is_terminal:  # where no bar is drawn
+            if step * epochs % total == 0 and not console.is_terminal:  # there is no bar
                 console.print(f"pass {step * epochs // total} of {epochs}")
-        held_out = training.accuracy(params, images[known:], labels[known:])
+        held_out = training.accuracy(params, images[count:], labels[count:])
         progress.update(progress.task_ids[0], description=f"held out: {held_out:.1%} right")
     counts = {"steps": total, "batch": batch, "epochs": epochs, "parameters": numbers}
     return {"accuracy": held_out, "seconds": time.perf_counter() - started, **counts}

@@ -1,12 +1,12 @@
-"""A vision transformer trained on handwritten digits, with clipped gradients of each example.
+"""Train a vision transformer on handwritten digits, with clipped gradients of each example.
 
-The digits are scikit-learn's 1,797 scans. One pixel is one token: 64 tokens an image, so that
-attention and activations, not parameters, fill memory. The network is a pure function of parameters
-and one image; batches are `vmap`'s business.
+The data are scikit-learn's 1,797 scans of digits. Each pixel is a token, so an image has 64 tokens,
+and attention and activations take more memory than the parameters. The network is a pure function
+of parameters and one image; `vmap` maps it over a batch.
 
-Every example has its own gradient, scaled down to a norm of at most ``clip`` before the mean, as in
-differentially private SGD (without noise): no single image moves the parameters far. Abadi et al.,
-Deep learning with differential privacy, 2016.
+The gradient of every example is scaled down to a norm of at most ``clip`` before the mean is taken,
+as in differentially private SGD (without noise). So no single image moves the parameters far. Abadi
+et al., Deep learning with differential privacy, 2016.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def loss(params: Params, image: Tensor, label: Tensor, block: Block = block) -> 
 
 
 def per_example_gradients(block: Block, library: Any = functx) -> Any:
-    """A function of (params, images, labels) that returns one gradient an image.
+    """A function of (params, images, labels) that returns one gradient per image.
 
-    Each leaf of its result has the shape of the parameter, behind the batch dimension.
+    Each leaf of its result has the batch dimension, followed by the shape of the parameter.
     """
     return library.vmap(library.grad(partial(loss, block=block)), in_dims=(None, 0, 0))
 
@@ -102,9 +102,9 @@ def clipped_mean(gradients: Params, clip: float) -> Params:
 def train(
     params: Params, images: Tensor, labels: Tensor, epochs: int, batch: int, clip: float
 ) -> Iterator[None]:
-    """Train ``params`` in place, every block a remat region; yields after each step.
+    """Train ``params`` in place, with every block as a remat region; yields after each step.
 
-    The remainder of a pass over the images that fills no batch is left out.
+    Images at the end of a pass that do not fill a batch are left out.
     """
     gradients = per_example_gradients(functx.remat(block))
     optimizer = torch.optim.AdamW(list(params.values()), lr=4e-3)
@@ -124,7 +124,7 @@ def train(
 
 
 def accuracy(params: Params, images: Tensor, labels: Tensor) -> float:
-    """The fraction of ``images`` whose highest score is at their label."""
+    """The fraction of ``images`` that are classified correctly."""
     with torch.no_grad():
         scores = functx.vmap(logits, in_dims=(None, 0))(params, images)
     return (scores.argmax(1) == labels).float().mean().item()

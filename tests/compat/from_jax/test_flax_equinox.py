@@ -156,7 +156,7 @@ def test_leaves_that_are_no_parameters_are_kept_and_names_that_collide_refused()
     back = net.jax_params()
     assert back["key"] is params["key"]
     assert back["half"].dtype == jnp.bfloat16
-    with pytest.raises(ValueError, match="taken twice"):
+    with pytest.raises(ValueError, match="two leaves of params have the name"):
         module_from_jax(lambda p: 0, {"a.b": jnp.ones(1), "a_b": jnp.ones(1)})
 
 
@@ -174,7 +174,7 @@ def test_the_advice_for_a_module_of_equinox_under_a_transform_works():
     x = torch.ones(3)
     f = from_jax(lambda model, x: model(x))
     for transform in (functx.grad, functx.jacrev, functx.hessian, functx.value_and_grad):
-        with pytest.raises(TypeError, match=r"arrays of both kinds.*from_dlpack.*may close over"):
+        with pytest.raises(TypeError, match=r"tensors and JAX arrays.*from_dlpack.*may close over"):
             transform(f)(model, x)
         moved = jax.tree.map(lambda a: torch.from_dlpack(a) if eqx.is_array(a) else a, model)
         with pytest.raises(ValueError, match=r"jax\.tree\.flatten\(x\).*equinox\.partition"):

@@ -162,7 +162,7 @@ def test_it_goes_back_again():
 
 def test_other_settings_are_refused_and_a_number_is_a_constant():
     wide = from_jax(inner, enable_x64=True)
-    with pytest.raises(LoweringError, match="other settings"):
+    with pytest.raises(LoweringError, match="other JAX settings"):
         to_jax(lambda w, x: wide(w, x))(WEIGHT, WEIGHT)
     scaled = from_jax(lambda x, s: jnp.sin(x) * s)
     gradient = to_jax(functx.grad(lambda x: functx.remat(lambda x: scaled(x, 2.5))(x).sum()))
@@ -255,7 +255,7 @@ def test_what_is_no_array_is_static():
     x = torch.zeros(2)
     assert f(x, "apply", jnp.cos).tolist() == [1, 1]
     assert f(x, "leave", jnp.cos).tolist() == [0, 0]
-    with pytest.raises(TypeError, match="register it as a JAX pytree"):
+    with pytest.raises(TypeError, match="Register it as a JAX pytree"):
         f(x, "leave", {1, 2})
 
 
@@ -321,7 +321,7 @@ def test_wrong_use_is_refused():
             from_jax(g)
     with pytest.raises(TypeError, match="must be Tensor") as caught:
         from_jax(lambda x: torch.sin(x))(torch.ones(2))
-    assert "takes JAX functions, and <lambda> calls torch" in caught.value.__notes__[0]
+    assert "takes JAX functions, but <lambda> calls torch" in caught.value.__notes__[0]
     for options in ({"static_argnames": "no_such_argument"}, {"static_argnums": "x"}):
         with pytest.raises((TypeError, ValueError)):
             from_jax(cube, **options)

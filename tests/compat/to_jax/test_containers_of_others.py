@@ -61,5 +61,5 @@ def test_what_is_in_one_belongs_to_the_signature():
 
 
 def test_an_argument_without_a_hash_is_named_whatever_its_hash_raises():
-    with pytest.raises(TypeError, match="a Lazyset, neither an array nor hashable"):
+    with pytest.raises(TypeError, match="a Lazyset, which is neither an array nor hashable"):
         to_jax(lambda x, held: x.sum())(jnp.ones(2), DERIVED[set]())

@@ -188,7 +188,7 @@ CASES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:the JAX function keeps what torch.utils.checkpoint")
+@pytest.mark.filterwarnings("ignore:the JAX function saves what torch.utils.checkpoint")
 @pytest.mark.parametrize("name", CASES)
 def test_the_rule_is_kept_in_every_mode_and_order(name):
     """Without a jvp, forward mode is the transpose of the backward."""

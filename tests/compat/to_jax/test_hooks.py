@@ -96,7 +96,7 @@ REFUSED = {
         x.register_post_accumulate_grad_hook(print) and x
     ),
     "saved_tensors_hooks": packs,
-    "that the function runs has backward hooks": lambda x: HELD[0](x),
+    "that the function calls has backward hooks": lambda x: HELD[0](x),
 }
 
 

@@ -212,12 +212,12 @@ def test_what_is_no_state_of_the_module_is_refused():
     """Torch would use the module's own parameter, whose derivative would be zero."""
     params, fn = to_jax(torch.nn.Linear(3, 2))
     x = jnp.ones((4, 3))
-    with pytest.raises(ValueError, match="'weigth' is no name of a parameter or buffer"):
+    with pytest.raises(ValueError, match="'weigth' is not the name of a parameter or buffer"):
         fn({"weigth": params["weight"]}, x)
-    with pytest.raises(TypeError, match=r"called as fn\(params, \*args"):
+    with pytest.raises(TypeError, match=r"call the function as fn\(params, \*args"):
         fn(x)
     params, buffers, fn = to_jax(torch.nn.BatchNorm1d(3), buffers=True)
-    with pytest.raises(TypeError, match=r"called as fn\(params, buffers, \*args"):
+    with pytest.raises(TypeError, match=r"call the function as fn\(params, buffers, \*args"):
         fn(params, x)
     assert fn({**params}, buffers, x)[0].shape == (4, 3)
 
@@ -237,7 +237,7 @@ def test_what_is_shared_is_one_parameter_by_any_of_its_names(whole):
     gradient = jax.grad(lambda p: fn(p, arrays(x)).sum())(params)
     expected.sum().backward()
     assert_close(gradient, {name: p.grad for name, p in net.named_parameters()})
-    with pytest.raises(ValueError, match=r"'0\.weight' and '2\.weight' are tied: give one"):
+    with pytest.raises(ValueError, match=r"'0\.weight' and '2\.weight' are tied; pass only one"):
         fn(arrays(net.state_dict()), arrays(x))
 
 

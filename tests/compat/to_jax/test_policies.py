@@ -67,7 +67,7 @@ def products(f, *args):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.filterwarnings("ignore:to_jax. what the policy of a region offloads")
+@pytest.mark.filterwarnings("ignore:to_jax. the values that the policy of a region offloads")
 @pytest.mark.filterwarnings("ignore:remat. in the region .*, checkpoint_name gives")
 def test_what_runs_again_also_inside_is_what_the_policy_says(name, args):
     policy, again = POLICIES[name]
@@ -102,7 +102,7 @@ def test_names_are_those_of_jax(args):
 def test_an_offload_that_stays_on_the_device_warns(args):
     """Host memory is for gradients that JAX takes: there the values are its residuals."""
     f = to_jax(net(POLICIES["offload"][0]))
-    with pytest.warns(UserWarning, match=r"stays on the device.*jax\.grad\(to_jax\(f\)\)"):
+    with pytest.warns(UserWarning, match=r"stay on the device.*jax\.grad\(to_jax\(f\)\)"):
         to_jax(functx.grad(net(POLICIES["offload"][0]))).program(*arrays(args))
     assert "<host>" in str(jax.make_jaxpr(jax.grad(f))(*arrays(args)))
 

@@ -263,7 +263,7 @@ def test_torch_s_checkpoint_is_no_region_and_warns_once():
             x = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
         return x.sum()
 
-    with pytest.warns(UserWarning, match=r"keeps what torch\.utils\.checkpoint") as told:
+    with pytest.warns(UserWarning, match=r"saves what torch\.utils\.checkpoint") as told:
         assert "remat" not in str(jax.make_jaxpr(to_jax(f))(jnp.ones(2)))
     assert len(told) == 1
     with functx.patch_checkpoint():

@@ -181,7 +181,7 @@ def test_layers_with_another_custom_function_or_draws_in_it_are_not(options, cau
 def test_what_to_scan_is_named_of_a_module_and_has_to_be_there():
     with pytest.raises(ValueError, match="matches no submodule"):
         to_jax(Net(), scan="blocks.*")
-    with pytest.raises(ValueError, match="is for modules"):
+    with pytest.raises(ValueError, match="needs a module"):
         to_jax(torch.sin, scan="layers.*")
 
 

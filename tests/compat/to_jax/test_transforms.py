@@ -170,7 +170,7 @@ def test_a_tensor_and_its_detach_that_are_both_written_are_refused():
         p.add_(1)
         return q.add_(p)
 
-    with pytest.raises(LoweringError, match=r"both written at .*test_transforms.py:\d+ in f"):
+    with pytest.raises(LoweringError, match=r"both written to at .*test_transforms.py:\d+ in f"):
         to_jax(f)(jnp.ones(3))
 
 
