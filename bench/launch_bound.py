@@ -1,7 +1,7 @@
 """Claim: where the operations are small, and Python is what takes the time, functx keeps up.
 
-Programs of small tensors, as a GPU with moderate batches sees them: what launches the operations
-takes longer than these. A GPT of 12 blocks (width 16, 4 examples of 8 tokens), a region a block; its
+Programs of small tensors, as a GPU with moderate batches sees them: launching the operations takes
+longer than they do. A GPT of 12 blocks (width 16, 4 examples of 8 tokens), a region a block; its
 per-example gradients, and their clipped sum; a physics-informed network, whose equation has third
 derivatives with respect to the input. CPU time of one thread, medians of calls made in turns.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def network(device: torch.device, region: Any) -> tuple[nn.Module, list[nn.Param
     """An MLP with a region around each hidden layer, and its parameters."""
     torch.manual_seed(0)
     widths = [2, *[HIDDEN_WIDTH] * HIDDEN_LAYERS]
-    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:])]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(widths)]
     plain = nn.Sequential(*layers, nn.Linear(HIDDEN_WIDTH, 1)).to(device)
     regions: list[Any] = [region(layer) for layer in layers]
     return nn.Sequential(*regions, plain[-1]), [*plain.parameters()]

@@ -1,9 +1,8 @@
 """How many later runs of regions follow a script to its end, and why the others do not.
 
 A later run is one of a region, or of the same function for regions made anew, after its first with
-inputs of the same kinds. The share is of those without a policy, that are in no other region and
-have none inside, nor a transform, whose pullback is one; and that are no pullback themselves, as of
-a second derivative.
+inputs of the same kinds. Those set aside are regions with a policy, without a check, and with a
+transform inside.
 """
 
 from collections import Counter
@@ -12,9 +11,6 @@ from functx._remat import on_run
 
 FIRST = "recorded: the first run"
 ASIDE = (
-    "recorded: a pullback",
-    "recorded: in another region",
-    "recorded: a region inside",
     "recorded: a transform inside",
     "recorded: with a policy",
     "recorded: without a check",
@@ -45,7 +41,7 @@ def report(runs):
     lines = [f"{sum(runs.values())} runs of regions, {sum(later.values())} of them later ones"]
     for name, of in (
         ("all later runs", later),
-        ("those without policy, nest and second derivative", single),
+        ("those that are not set aside", single),
         ("those of these that do not depart", alike),
     ):
         part, counts = _share(of)

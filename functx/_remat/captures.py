@@ -52,7 +52,7 @@ class Captures(Listener):
         first_node: int,
         log: list[Call] | None = None,
     ) -> None:
-        """``log`` is the one that it must make, where the region around has it no longer at hand."""
+        """``log`` is what it must make, where the region around has that no longer at hand."""
         expected = log
         if expected is None and outer is not None:
             expected = outer.log_inside()

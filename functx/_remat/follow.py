@@ -225,7 +225,7 @@ class Follower(TorchFunctionMode, Listening):
         return {}  # (no script has further results)
 
     def note_inside(self, calls: list[Call]) -> None:
-        """(A replay has compared them already.)"""
+        """A replay has compared them already."""
 
     def give(self, tensors: list[Tensor]) -> list[Tensor]:
         results = self.steps[self.open].call.results
@@ -266,8 +266,7 @@ class Follower(TorchFunctionMode, Listening):
         return self.keep_as(make, due) if due.func == DATA else self.hand_over().keep(make)
 
     def give_further(self, results: list[tuple[int, Tensor]]) -> None:
-        if results:
-            raise AssertionError("functx: a region inside has results that its script does not have")
+        """A forward has handed over by now, and in a replay nobody asks for them."""
 
     # -- calls
 
@@ -560,6 +559,7 @@ class ForwardFollower(Follower):
     others: list[Script] | None = None  # which may be tried where a call departs
     outer: Any = None  # the listener to the region around
     nodes_aside = 0  # that regions inside have made
+    further: Sequence[tuple[int, Tensor]] = ()  # results that leave otherwise than by return
 
     def __init__(
         self,
@@ -675,7 +675,7 @@ class ForwardFollower(Follower):
         inputs = self.inputs
         if self.leaves_something(()):
             further = leaving.further_results(self._recorder_at_the_end(), leaves)
-            region.further = [number for number, _ in further]
+            self.further, region.further = further, [number for number, _ in further]
             region.leaves = [ref(t) for t in leaves]
             fresh += [t for _, t in further]
             required += [True] * len(further)
@@ -904,8 +904,18 @@ class ForwardFollower(Follower):
                 self.due = script.steps[at]
                 self.refs += [None] * (script.serial + 1 - len(self.refs))
                 self.follows_whole = at == 0
+                self._let_regions_around_record()
                 return True
         return False
+
+    def _let_regions_around_record(self) -> None:
+        """This run is no longer the one that the script of the region around has."""
+        outer = self.outer
+        if outer is not None:
+            if isinstance(outer, ForwardFollower) and outer.heir is None:
+                outer.hand_over()  # before a ledger of this region begins, which lies above
+            self.outer = outer.listener()
+            self.ledgers_around = self.outer.ledgers
 
     def hand_over(self) -> Captures:
         if _torch.dispatch_depth() != self.modes:
@@ -915,15 +925,10 @@ class ForwardFollower(Follower):
             )
         if self.region.options.is_pullback and _torch.current_backward() != self.backward:
             raise StartOver
-        outer = self.outer
-        if outer is not None:
-            if isinstance(outer, ForwardFollower) and outer.heir is None:
-                outer.hand_over()  # first: its ledger lies below
-            self.outer = outer = outer.listener()
-            self.ledgers_around = outer.ledgers
+        self._let_regions_around_record()
         record = Record(self.region.draws)
         log = self.script.calls if self.is_replayed else None
-        args = self.region, self.all_inputs(), record, outer, self.first_node, log
+        args = self.region, self.all_inputs(), record, self.outer, self.first_node, log
         heir = self.heir = Captures(*args)
         heir.inputs.nodes += self.nodes_aside
         self.due = NO_STEP

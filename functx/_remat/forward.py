@@ -317,6 +317,7 @@ def run(
                 results, further = goes_on.complete(results)
             elif not (scripts.own and scripts.own[0] is follower.script):
                 scripts.followed(follower.script)
+            further = further or follower.further
             if not follower.leaves_grad_mode:
                 _torch.set_grad_enabled(False)
         else:

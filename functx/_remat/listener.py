@@ -430,7 +430,7 @@ class Listener(TorchFunctionMode, Listening):
 
     def departs(self, call: Call, due: Call | None) -> None:
         """A call is not the one that is expected."""
-        if is_left_out():  # a result of another shape, perhaps, in the place of one that is left out
+        if is_left_out():  # perhaps memory of another shape stands in for what is left out
             raise BeginAgain
         raise departures.differently(self.region, self, call, due)
 

@@ -158,10 +158,17 @@ class Pullback:
         """
         gradients = self._pull(cotangents, retain_graph, create_graph)
         # A backward that returns a saved tensor unchanged returns a wrapper of the ended level.
-        alive = [_torch.alive(gradient) for gradient in gradients]
+        alive = [_torch.alive(gradient) for gradient in gradients if gradient is not None]
         if self.watch is not None and self.watch.met:
             alive = sharding.pulled_once(alive)
         return tree.unflatten(self.inputs_spec, made_inside(alive))
+
+    def gradients(self, cotangents: Any) -> list[torch.Tensor | None]:
+        """The gradients by leaf, for the last call; ``None`` if the outputs don't depend on it."""
+        found = self._pull(cotangents, retain_graph=False, fills=False)
+        there = [_torch.alive(gradient) for gradient in found if gradient is not None]
+        alive = iter(made_inside(there))
+        return [None if gradient is None else next(alive) for gradient in found]
 
     def feed(self, cotangents: Any, receive: Callable[[int, torch.Tensor], None]) -> None:
         """Call ``receive(leaf, gradient)`` for each gradient as soon as it is complete.
@@ -172,11 +179,16 @@ class Pullback:
         with ExitStack() as hooks:
             for leaf, tensor in enumerate(self.inputs):
                 hooks.callback(tensor.register_hook(partial(_hand_over, receive, leaf)).remove)
-            self._pull(cotangents, retain_graph=False)
+            self._pull(cotangents, retain_graph=False, fills=False)
 
     def _pull(
-        self, cotangents: Any, retain_graph: bool, create_graph: bool | None = None
-    ) -> Sequence[torch.Tensor]:
+        self,
+        cotangents: Any,
+        retain_graph: bool,
+        create_graph: bool | None = None,
+        fills: bool = True,
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients by leaf. Where there is none: ``None``, or zeros if ``fills``."""
         flat, spec = tree.flatten(cotangents)
         if spec != self._outputs_spec:
             raise RuntimeError(
@@ -217,7 +229,9 @@ class Pullback:
                         else create_graph,
                         allow_unused=True,
                     )
-                return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
+                if fills and any(gradient is None for gradient in found):
+                    found = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
+                return found
         except BaseException:
             finish_interrupted()
             raise

@@ -23,6 +23,7 @@ after the second is the first one to make.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -92,14 +93,15 @@ class _Watch(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        values = (*args, *kwargs.values())
+        values = (*args, *kwargs.values()) if kwargs else args
         if func is RENORM:
             raise RuntimeError("per_sample: embedding_renorm_ would write to the weight")
         if self._forbidden and any(isinstance(value, torch.Generator) for value in values):
             raise RuntimeError(self._forbidden)
-        depends = func.overloadpacket not in _SHAPES and any(map(self._marks.has, _tensors(values)))
+        reads_values, is_mutable = _facts_of(func)
+        depends = reads_values and any(map(self._marks.has, _tensors(values)))
         out = func(*args, **kwargs)
-        if func._schema.is_mutable:
+        if is_mutable:
             self._mark_written(func, args, kwargs, depends)
         elif depends:
             self._marks.add(_tensors(out if isinstance(out, (tuple, list)) else (out,)))
@@ -118,6 +120,12 @@ class _Watch(_torch.TorchDispatchMode):
                 self._marks.drop(filter(_is_whole, written))
         if depends:
             self._marks.add(written)
+
+
+@functools.cache
+def _facts_of(func: Any) -> tuple[bool, bool]:
+    """Whether an operator reads values of tensors, and whether it writes to its arguments."""
+    return func.overloadpacket not in _SHAPES, func._schema.is_mutable
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

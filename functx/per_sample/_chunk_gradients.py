@@ -114,8 +114,17 @@ def _pull_back(
                 arrivals.add(leaf, rows)
 
         value, aux, pullback = _recorded(function, args, kwargs, batch.positions, plain)
-        with mode.pulling_back() if mode else nullcontext():
-            pullback.feed(torch.ones_like(value), take)
+        ones = torch.ones_like(value)
+        if mode is None and arrivals.keeps_gradients:
+            # All gradients of the chunk are kept until its end, so a hook for each gains nothing.
+            gradients = pullback.gradients(ones)
+            for leaf in range(len(gradients)):
+                if (gradient := gradients[leaf]) is not None:
+                    gradients[leaf] = None
+                    take(leaf, gradient)
+        else:
+            with mode.pulling_back() if mode else nullcontext():
+                pullback.feed(ones, take)
         flat, arrivals.structure = tree.flatten(aux if function.has_aux else ())
         return value, [*map(_tensor, flat)]
 
