@@ -63,17 +63,15 @@ class Differs(Exception):
 
 
 class StartOver(BaseException):
-    """A pullback makes a call, which its script does not have, while the engine runs.
-
-    No ledger can begin to listen there: the engine puts the modes back that it has found.
-    """
+    """A pullback makes a call while the engine runs; see NOTE [pullbacks] in `script`."""
 
 
 class Follower(TorchFunctionMode, Listening):
     """Compares the calls of a run with those of a script.
 
-    For a region inside, it is also the ledger that is told of that one's calls: it counts them, as
-    those of its own script were counted.
+    For a region inside (NOTE [nests] in `script`) it is also a ledger, which is told of each call
+    of that region. The ledger of a recorded run counts those calls. So a follower counts them, too:
+    if it hands over, the recorder goes on with the right number.
     """
 
     stop = NEVER  # the call at which a ledger begins to listen
@@ -924,7 +922,7 @@ class ForwardFollower(Follower):
                 "that it has entered. Enter the mode outside of the region."
             )
         if self.region.options.is_pullback and _torch.current_backward() != self.backward:
-            raise StartOver
+            raise StartOver  # see NOTE [pullbacks]
         self._let_regions_around_record()
         record = Record(self.region.draws)
         log = self.script.calls if self.is_replayed else None

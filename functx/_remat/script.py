@@ -17,7 +17,24 @@ reads what a script leaves out is checked in the replay (NOTE [leaving out]).
 
 Regions whose calls do not tell all have a script that only their own replay reads: those in which
 something draws, writes or pulls back beside the calls, which hand tensors out otherwise than by
-return, or which call regions and transforms inside.
+return, or which call transforms or custom Functions inside.
+
+NOTE [nests]
+A call of a script may be a region inside. That region has scripts of its own. While the one around
+follows, it must follow the script whose log the script around has; so its captures, its draws and
+its results are those that the script around has, too. If there is no such script, or if it departs,
+the region around hands over *first*: its ledger must lie below that of the region inside. In a
+replay, the log of the forward decides: no other script will do, and no other numbers.
+
+A region that writes to memory of the region around is recorded at each call, with the one around.
+
+NOTE [pullbacks]
+The pullback of a region, where somebody differentiates it, is a region as well. Its code is the
+engine's, and makes no calls: the engine is not seen by modes. So its script says only which of its
+inputs come back as gradients, and which operations its own replay runs. It hangs on the script of
+the region that is pulled back, by which gradients of which results are asked for. If a hook makes a
+call after all, nothing can begin to listen while the engine runs (it puts the modes back that it
+has found): the pullback starts over, and is recorded.
 """
 
 from __future__ import annotations
