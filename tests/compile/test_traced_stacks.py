@@ -112,6 +112,15 @@ def test_a_region_may_keep_all_of_one_inside_that_draws(inner, way):
     assert sum(name.startswith("sin") for name in names) == 1
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["fake", "symbolic", "jit"])
+def test_a_policy_is_asked_of_examples_whose_number_is_a_symbol(way):
+    """The graph computed the size of the random numbers, of which it knew nothing."""
+    steps = [[], ["x * torch.rand_like(x)"], []]
+    policy, stack = "dots_saveable", ("vmap", "vmap")
+    check(Program(steps, nested=True, captures=False, policy=policy, stack=stack), way)
+
+
 def products(graph):
     graph.graph.eliminate_dead_code()  # (the tracer leaves what only its sizes were asked of)
     return collections.Counter(n.target for n in graph.graph.nodes)[torch.ops.aten.mm.default]

@@ -42,8 +42,8 @@ CAUSES = {
     "linalg.vector_norm": "at zero torch gives NaN in both modes",
     "choices: norm of order 1.5": "at zero torch gives NaN in both modes",
     **because(_ORIGIN, "atan2"),
-    "complex: angle": _ORIGIN,
-    "complex: sgn": _ORIGIN,
+    "complex angle": _ORIGIN,
+    "complex sgn": _ORIGIN,
     "copysign": "at zero torch's reverse over reverse mode gives NaN; its other mode zero",
     **because(_OVERFLOW, "logaddexp logaddexp2 masked.logaddexp"),
     "nn.functional.mish": "torch's second derivatives of large numbers are NaN; they are zero",
@@ -90,19 +90,12 @@ CAUSES = {
 
 # Rules that no function of the sweep is lowered to.
 _COMPOSITE = "torch takes it apart before it is lowered"
-_PRIMITIVE = "a name of torch's decompositions for what is swept under another name"
 _FLOAT32 = "torch uses it for float32 alone"
 NOT_SWEPT = {
     **because(_COMPOSITE, "imag isfinite positive real special_ndtr square"),
     "bincount": "the size of its result depends on values, which a trace does not know",
-    **because(_PRIMITIVE, "prims::broadcast_in_dim prims::collapse prims::convert_element_type"),
-    **because(_PRIMITIVE, "prims::iota"),
     **because(_FLOAT32, "mkldnn_rnn_layer mkldnn_rnn_layer_backward"),
-    "_linalg_eigvals": "torch uses it where nothing is differentiated",
     "functx::jax_call": "a function of JAX, which stays one",
-    "functx::identity": "hands its argument on",
-    "functx::unless": "makes NaN of results that a check refuses",
-    "nextafter": "JAX has no derivative of it",
 }
 
 # JAX's own functions: what is wrong, and the names of the rules that do it otherwise.

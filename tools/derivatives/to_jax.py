@@ -12,7 +12,7 @@ from functx._core.errors import LoweringError
 from functx.compat import to_jax
 from functx.compat._bridge import array_from_torch
 from functx.compat._to_jax.rules import table
-from tools.derivatives import by_hand, database_cases, from_jax
+from tools.derivatives import by_hand, complex_cases, database_cases, from_jax
 from tools.derivatives.causes import CAUSES, NOT_SWEPT, OF_JAX
 from tools.derivatives.judge import JAX, KINK, UNCLEAR, as_list, judge
 from tools.opinfo.database import one_line
@@ -26,7 +26,7 @@ PARTS = 8
 
 def cases():
     """All, in the order in which they are shared out to the parts of the sweep."""
-    return [*by_hand.cases(), *database_cases.cases()]
+    return [*by_hand.cases(), *database_cases.cases(), *complex_cases.cases()]
 
 
 def base(name):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from jax.scipy import special
 
-from tools.derivatives import by_hand, database_cases, from_jax, to_jax
+from tools.derivatives import by_hand, complex_cases, database_cases, from_jax, to_jax
 from tools.derivatives.causes import CAUSES, NOT_SWEPT, OF_JAX
 from tools.derivatives.judge import TORCH, judge
 
@@ -24,6 +24,7 @@ choices: distances of order inf among; elu, alpha 2; softplus, beta 2
 grid_sample, bilinear, border, align_corners=True
 """
 OF_THE_DATABASE = "copysign hypot i0 histc sinc special.bessel_j1 xlogy"
+OF_COMPLEX_NUMBERS = "acosh bool logaddexp pow"
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +39,7 @@ def selection():
     wanted = [name.strip() for name in BY_HAND.replace("\n", ";").split(";") if name.strip()]
     found = {case.name: case for case in by_hand.cases()}
     of_entries = {case.name: case for case in database_cases.cases(OF_THE_DATABASE.split())}
+    of_entries |= {c.name: c for c in complex_cases.of_the_database(OF_COMPLEX_NUMBERS.split())}
     return {name: found[name] for name in wanted} | of_entries
 
 
