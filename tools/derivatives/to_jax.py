@@ -219,6 +219,8 @@ are compared: the value; the gradient; the product of the Hessian with a vector,
 reverse and in forward over reverse mode; the gradient that `functx.grad` takes in torch, lowered;
 and its derivative in forward mode. torch is the judge. Where it and JAX differ, differences of
 torch's values and gradients tell who is right, if the function is smooth there.
+Functions named `complex ...` have complex arguments and are differentiated by real and imaginary
+parts.
 """.strip().splitlines()
 
 

@@ -235,7 +235,8 @@ def _acosh(x: Any) -> Any:
 
 
 @rule("logaddexp", cast=True)
-def _logaddexp(x: Any, y: Any) -> Any:
+def logaddexp(x: Any, y: Any) -> Any:
+    """The logarithm of the sum of two exponentials."""
     if not jnp.iscomplexobj(x):
         return jnp.logaddexp(x, y)
     # JAX brings the angle between -pi and pi, torch does not.

@@ -13,8 +13,8 @@ from tools.derivatives import by_hand, complex_cases, database_cases, from_jax, 
 from tools.derivatives.causes import CAUSES, NOT_SWEPT, OF_JAX
 from tools.derivatives.judge import TORCH, judge
 
-# Each of these was wrong, or had no derivative, where torch has one. One of each kind: the sweep has
-# all, and most of a case is the compiler's time.
+# Each of these was wrong, or had no derivative, where torch has one. Here is one of each kind; the
+# sweep has all.
 BY_HAND = """
 smooth_l1_loss, beta 1.0; binary_cross_entropy; logistic regression; multi_margin_loss, by hand
 linalg: pinv; linalg: pinv of a wide matrix, with a tolerance; linalg: det; linalg: info of inv
@@ -24,7 +24,7 @@ choices: distances of order inf among; elu, alpha 2; softplus, beta 2
 grid_sample, bilinear, border, align_corners=True
 """
 OF_THE_DATABASE = "copysign hypot i0 histc sinc special.bessel_j1 xlogy"
-OF_COMPLEX_NUMBERS = "acosh bool logaddexp pow"
+OF_COMPLEX_NUMBERS = "acosh bool logaddexp logcumsumexp pow var"
 
 
 @pytest.fixture(autouse=True)
