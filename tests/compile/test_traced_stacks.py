@@ -112,6 +112,17 @@ def test_a_region_may_keep_all_of_one_inside_that_draws(inner, way):
     assert sum(name.startswith("sin") for name in names) == 1
 
 
+@pytest.mark.parametrize("way", ["real", "fake", "jit"])
+def test_a_replay_that_begins_again_has_what_was_drawn(way):
+    """The replay of a norm differs under three levels; nothing else reads the random numbers."""
+    norm_and_noise = ["F.layer_norm(x, (4,)) + torch.rand_like(x)"]
+    stack = ("grad", "grad")
+    check(
+        Program([[], norm_and_noise, []], nested=False, captures=False, policy=None, stack=stack),
+        way,
+    )
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", ["fake", "symbolic", "jit"])
 def test_a_policy_is_asked_of_examples_whose_number_is_a_symbol(way):
