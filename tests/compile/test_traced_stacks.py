@@ -161,6 +161,9 @@ def test_a_graph_with_symbols_has_the_products_of_one_without(stack, name):
     f, x = of_one_region(name, stack).with_regions(), argument(stack)
     ways = ("real", "symbolic", "jit")
     counts = {way: products(graph_of(f, way, x, WEIGHT)) for way in ways}
-    assert len({*counts.values()}) == 1, counts
+    assert counts["symbolic"] == counts["real"], counts
+    # (Of two batches a size may be a quotient, which is read from a product made for it.)
+    more = counts["jit"] - counts["real"]
+    assert more == 0 or (more == 1 and stack.count("vmap") > 1), counts
     of_eager = count(f, x, WEIGHT)
     assert counts["real"] <= of_eager["mm"] + of_eager["bmm"]
