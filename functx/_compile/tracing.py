@@ -148,6 +148,7 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
     constants = _lift(module)
     refuse_kept(constants)
     _clean(module.graph)
+    _take_sizes_from_inputs(module.graph)
     module.graph.eliminate_dead_code(lambda node: node in cotangents or graphs.acts(node))
     return Traced(module, module.graph, constants, cotangents)
 
@@ -199,6 +200,42 @@ def _clean(graph: fx.Graph) -> None:
             if 0 in value.stride():  # written next, and like an expanded tensor
                 node.target = aten.new_zeros.default
                 node.args, node.kwargs = (node.args[0], [*value.shape]), {}
+
+
+def _take_sizes_from_inputs(graph: fx.Graph) -> None:
+    """Read a size from inputs where one has it, or their sizes give it.
+
+    The tracer reads it from the first tensor that had it. If that is the result of a region's
+    product, the product would run, and its result be kept, for its size alone.
+    """
+    of_inputs = {
+        n.node.expr: (node, i, n)
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("val"), Tensor)
+        for i, n in enumerate(node.meta["val"].shape)
+        if isinstance(n, torch.SymInt)
+    }
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    known = dict[Any, fx.Node]()  # by expression, what computes it from inputs alone
+    computed = set[fx.Node]()  # the same nodes
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.SymInt):
+            continue
+        expression = value.node.expr
+        if expression not in known:
+            if expression in of_inputs:
+                read, i, size = of_inputs[expression]
+                with graph.inserting_before(first):
+                    known[expression] = graph.call_function(aten.sym_size.int, (read, i))
+                known[expression].meta["val"] = size
+            elif computed.issuperset(node.all_input_nodes):
+                known[expression] = node
+            else:
+                continue
+            computed.add(known[expression])
+        if known[expression] is not node:
+            node.replace_all_uses_with(known[expression])
 
 
 def _is_of_training(node: fx.Node) -> bool:

@@ -74,7 +74,8 @@ def is_batched_form(one: Any, batched: Any, out: Any, batched_out: Any) -> bool:
     same_packet = batched.overloadpacket is one.overloadpacket
     if not same_packet and not (is_dot(batched) and is_dot(one)):
         return False
-    size, batched_size = (
-        sum(t.numel() for t in tensors_in((x,), None)) for x in (out, batched_out)
-    )
-    return batched_size % size == 0 if size else batched_size == 0
+    with _torch.without_proxies():  # a graph with symbols does not compute these
+        size, batched_size = (
+            sum(t.numel() for t in tensors_in((x,), None)) for x in (out, batched_out)
+        )
+        return bool(batched_size % size == 0 if size else batched_size == 0)

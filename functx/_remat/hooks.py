@@ -1,8 +1,8 @@
-"""Hooks on the nodes of regions.
+"""Hooks on the nodes and results of regions.
 
-The results of a region at one level hang on one node. A hook on that node that pulls back another
-result of the region would run the node again, and with it the hook, for ever: torch's engine nests
-such passes in threads, where no limit of recursion and no interrupt ends them.
+The results of a region at one level hang on one node. A hook on that node, or on a result, that
+pulls back another result of the region would run the node again, and with it the hook, for ever:
+torch's engine nests such passes in threads, where no limit of recursion and no interrupt ends them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ def _not_inside_itself(node: Any, hook: Callable[..., Any]) -> Callable[..., Any
         thread = threading.get_ident()
         if thread in running:
             raise RematError(
-                f"remat: a hook on the grad_fn of a result of {title} pulls back through the same "
-                "node: all results of a region hang on one. It would call itself for ever. Hang "
-                "the hook on what is computed from the result (y * 1), or make a region for each."
+                f"remat: a hook on a result of {title}, or on its grad_fn, pulls back through the "
+                "same node: all results of a region hang on one. It would call itself for ever. "
+                "Hang the hook on what is computed from the result (y * 1), or make a region for "
+                "each."
             )
         running.add(thread)
         try:

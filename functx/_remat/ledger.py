@@ -246,7 +246,8 @@ class Record(Ledger):
                 live[i] = 1
                 continue
             live[i] = entry.kind in (ALWAYS, DRAWN) or not needed.isdisjoint(entry.writes)
-            if live[i] and i in kept:
+            # (What was drawn in a graph stays whole: a replay that begins again can't draw it.)
+            if live[i] and i in kept and entry.kind is not DRAWN:
                 kept[i].read = needed.intersection(entry.writes)
             if entry.kind is NEW:
                 needed.difference_update(entry.writes)

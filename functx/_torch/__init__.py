@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -115,8 +117,25 @@ class SingleLevelFunction(_SingleLevelFunction):
 
 
 def wrap_node_hooks(function: Any, wrap: Callable[[Any, Any], Any]) -> None:
-    """Let nodes of a Function register ``wrap(node, hook)`` for each hook and pre-hook."""
+    """Let nodes of a Function register ``wrap(node, hook)`` for each hook, also of its results."""
     nodes: Any = function._backward_cls
+
+    class Wrapping(OrderedDict[int, Any]):
+        """The hooks of a result, to which `Tensor.register_hook` adds."""
+
+        def __init__(self, node: Any) -> None:
+            super().__init__()
+            self.node = weakref.ref(node)  # which holds these hooks
+
+        def __setitem__(self, number: int, hook: Any) -> None:
+            node = self.node()
+            super().__setitem__(number, hook if node is None else wrap(node, hook))
+
+    plain_hooks = nodes._register_hook_dict
+
+    def register_hook_dict(node: Any, t: torch.Tensor) -> None:
+        t._backward_hooks = Wrapping(node)
+        plain_hooks(node, t)
 
     def wrapped(name: str) -> Callable[[Any, Any], Any]:
         plain = getattr(nodes, name)
@@ -124,6 +143,7 @@ def wrap_node_hooks(function: Any, wrap: Callable[[Any, Any], Any]) -> None:
 
     nodes.register_hook = wrapped("register_hook")
     nodes.register_prehook = wrapped("register_prehook")
+    nodes._register_hook_dict = register_hook_dict
 
 
 def hang_on(t: torch.Tensor, register: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

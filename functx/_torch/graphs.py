@@ -240,6 +240,7 @@ def close(since: Any, region: str, phase: str) -> None:
     for node in _nodes_after(since, mode):
         if not (node.users or node in read or acts(node) or _gives_sizes(node, mode.tracer)):
             mode.tracer.graph.erase_node(node)
+            node.meta.clear()  # it may live on, and hold memory that `noted_after` does not count
         elif node.op == "call_function":
             _note(node, functx_region=region, functx_phase=phase)
 

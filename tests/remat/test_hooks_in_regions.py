@@ -1,5 +1,7 @@
 """Hooks on arguments go to these (rule 4); hooks on a region's node must not run it again."""
 
+import weakref
+
 import pytest
 import torch
 from cases import DTYPE, numbers
@@ -110,8 +112,15 @@ def test_a_tool_that_hangs_hooks_on_arguments_of_modules_works():
     assert_same(found(functx.remat), found(lambda f: f), eps=8)
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
-def test_a_hook_on_a_node_that_pulls_back_through_it_is_an_error(kind):
+REGISTERS = {
+    "on the node": lambda y, hook: y.grad_fn.register_hook(hook),
+    "before the node": lambda y, hook: y.grad_fn.register_prehook(hook),
+    "on the result": lambda y, hook: y.register_hook(hook),
+}
+
+
+@pytest.mark.parametrize("kind", REGISTERS)
+def test_a_hook_that_pulls_back_through_its_own_node_is_an_error(kind):
     """Without it the pass never ends, in threads that no interrupt reaches."""
     x = numbers(4).requires_grad_()
     y, z = functx.remat(lambda x: (x.sin(), x.cos()))(x)
@@ -119,7 +128,7 @@ def test_a_hook_on_a_node_that_pulls_back_through_it_is_an_error(kind):
     def hook(*_):
         torch.autograd.grad(z, x, torch.ones_like(z), retain_graph=True)
 
-    handle = getattr(y.grad_fn, kind)(hook)
+    handle = REGISTERS[kind](y, hook)
     with pytest.raises(functx.RematError, match="hang on one"):
         y.sum().backward(retain_graph=True)
     handle.remove()
@@ -127,14 +136,25 @@ def test_a_hook_on_a_node_that_pulls_back_through_it_is_an_error(kind):
     assert_same(x.grad, torch.cos(X), eps=4)
 
 
-def test_a_hook_on_a_node_may_pull_back_something_else():
+@pytest.mark.parametrize("kind", REGISTERS)
+def test_a_hook_does_not_keep_its_node_alive(kind):
+    x = numbers(4).requires_grad_()
+    y = functx.remat(torch.sin)(x * 2)
+    REGISTERS[kind](y, lambda *_: None)
+    node = weakref.ref(y.grad_fn)
+    del y
+    assert node() is None
+
+
+@pytest.mark.parametrize("kind", REGISTERS)
+def test_a_hook_may_pull_back_something_else(kind):
     x, seen = numbers(4).requires_grad_(), []
     y, z = functx.remat(torch.sin)(x), functx.remat(torch.cos)(x)
 
     def hook(*_):
         seen.extend(torch.autograd.grad(z, x, torch.ones_like(z), retain_graph=True))
 
-    y.grad_fn.register_hook(hook)
+    REGISTERS[kind](y, hook)
     for _ in range(2):
         y.sum().backward(retain_graph=True)
     assert_same(seen, [-torch.sin(X)] * 2, eps=4)

@@ -371,24 +371,6 @@ def choices():
         yield Case(f"choices: segment_reduce of {how}", reduce, ties)
 
 
-def complex_numbers():
-    parts = numbers(0, 1e-8, 0.5, -0.5, 1, -2, 30)
-    z = torch.complex
-    functions = {
-        "abs": lambda x, y: z(x, y).abs(),
-        "angle": lambda x, y: z(x, y).angle(),
-        "sgn": lambda x, y: z(x, y).sgn().real,
-        "exp": lambda x, y: z(x, y).exp().imag,
-        "log": lambda x, y: z(x, y).log().real,
-        "sqrt": lambda x, y: z(x, y).sqrt().imag,
-        "square": lambda x, y: (z(x, y) ** 2).real,
-        "reciprocal": lambda x, y: z(x, y).reciprocal().real,
-        "tanh": lambda x, y: z(x, y).tanh().real,
-    }
-    for name, f in functions.items():
-        yield of_pairs(f"complex: {name}", f, parts)
-
-
 def powers():
     for power in (-1, 0, 0.5, 1, 1.5, 2, 3):
         yield of_numbers(f"x ** {power}", lambda x, p=power: x**p)
@@ -465,6 +447,23 @@ def rest():
     }
     for name, f in of_square.items():
         yield Case(f"rest: {name}", f, square)
+    checked = lambda x: torch.distributions.Normal(x, x.exp(), validate_args=True).log_prob(x.sin())
+    yield Case("rest: a distribution that checks", checked, square)
+    yield Case("rest: nextafter", torch.nextafter, {"": pairs()}, True, differentiable=False)
+    matrices = SQUARE | {"zero": (torch.zeros(3, 3, dtype=F64),)}
+    moduli = lambda a: torch.ops.aten._linalg_eigvals(a).abs().sort().values
+    yield Case("rest: moduli of eigenvalues", moduli, matrices, differentiable=False)
+    prims = torch.ops.prims
+    of_decompositions = {
+        "broadcast_in_dim": lambda x: prims.broadcast_in_dim(x.square(), [2, 3, 3], [1, 2]),
+        "collapse": lambda x: prims.collapse(x.square(), 0, 1),
+        "convert_element_type": lambda x: prims.convert_element_type(x.square(), torch.float32),
+        "iota": lambda x: (
+            x * prims.iota(3, start=1, step=2, dtype=torch.int64, device="cpu", requires_grad=False)
+        ),
+    }
+    for name, f in of_decompositions.items():
+        yield Case(f"rest: prims.{name}", f, square)
     images = {"drawn": (drawn(1, 2, 6, 5),), "zero": (torch.zeros(1, 2, 6, 5, dtype=F64),)}
     for mode in ("bilinear", "bicubic"):
         resize = lambda x, mode=mode: F.interpolate(
@@ -474,6 +473,6 @@ def rest():
 
 
 def cases():
-    families = (losses, linear_algebra, windows, choices, complex_numbers, powers, networks, rest)
+    families = (losses, linear_algebra, windows, choices, powers, networks, rest)
     for family in families:
         yield from family()

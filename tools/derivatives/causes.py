@@ -27,6 +27,18 @@ _TRIANGULAR = "torch's forward mode is wrong beyond the first derivative"
 _SMALL_VARIANCE = "torch drops the derivative where the variance is clamped to eps"
 _NO_FACTOR = "torch gives NaN for a factor of zeros, or its forward over reverse mode cancels"
 
+_BRANCH = "next to a branch point, terms of 1e4 cancel, and both lose digits"
+_COMPLEX_ZERO_TO = (
+    "torch's powers of zero are NaN, or their derivatives are; zero to zero is 1 in JAX"
+)
+_EQUAL_VALUES = "of several singular values that are zero, each takes another subgradient"
+
+
+def of_complex(reason, names):
+    """The cases of `complex_cases` of these functions, each with this cause."""
+    return {f"complex {name}": why for name, why in because(reason, names).items()}
+
+
 # By the names of functions, without the number of a sample.
 CAUSES = {
     **because(_NO_NORM, "dist linalg.matrix_norm linalg.norm linalg.norm.subgradients_at_zero"),
@@ -42,8 +54,6 @@ CAUSES = {
     "linalg.vector_norm": "at zero torch gives NaN in both modes",
     "choices: norm of order 1.5": "at zero torch gives NaN in both modes",
     **because(_ORIGIN, "atan2"),
-    "complex: angle": _ORIGIN,
-    "complex: sgn": _ORIGIN,
     "copysign": "at zero torch's reverse over reverse mode gives NaN; its other mode zero",
     **because(_OVERFLOW, "logaddexp logaddexp2 masked.logaddexp"),
     "nn.functional.mish": "torch's second derivatives of large numbers are NaN; they are zero",
@@ -86,23 +96,33 @@ CAUSES = {
     "linalg: triangular_solve": _TRIANGULAR,
     "linalg: cholesky_inverse": _TRIANGULAR,
     "linalg: cholesky_inverse of cholesky": _TRIANGULAR,
+    **of_complex(_ORIGIN, "angle sgn"),
+    **of_complex(_NO_NORM, "dist linalg.matrix_norm linalg.norm linalg.norm.subgradients_at_zero"),
+    **of_complex(_NO_NORM, "masked.normalize nn.functional.normalize norm norm.fro renorm"),
+    **of_complex("at zero torch gives NaN in both modes", "linalg.vector_norm"),
+    **of_complex(_BRANCH, "acos asin asinh"),
+    **of_complex(_COMPLEX_ZERO_TO, "__rpow__ float_power pow"),
+    **of_complex(_TRIANGULAR, "cholesky_inverse"),
+    **of_complex("torch's gradient is wrong: its own gradcheck fails", "as_strided_scatter"),
+    **of_complex("torch's second derivatives at zero are NaN, or zero in one mode", "sinc"),
+    **of_complex("torch's second derivatives of singular matrices are NaN", "linalg.det"),
+    **of_complex("of a matrix that has no basis of eigenvectors", "linalg.eig linalg.eigvals"),
+    **of_complex(_REFLECTIONS, "linalg.householder_product ormqr"),
+    **of_complex(_SINGULAR, "linalg.qr qr"),
+    **of_complex(_EQUAL_VALUES, "linalg.svdvals norm.nuc"),
+    **of_complex(_NO_FACTOR, "linalg.lu_solve lu_solve"),
+    **of_complex("of zero JAX's angle is zero, torch's NaN", "logdet"),
+    **of_complex("torch's reverse over reverse mode rounds; its other mode agrees", "logsumexp"),
 }
 
 # Rules that no function of the sweep is lowered to.
 _COMPOSITE = "torch takes it apart before it is lowered"
-_PRIMITIVE = "a name of torch's decompositions for what is swept under another name"
 _FLOAT32 = "torch uses it for float32 alone"
 NOT_SWEPT = {
     **because(_COMPOSITE, "imag isfinite positive real special_ndtr square"),
     "bincount": "the size of its result depends on values, which a trace does not know",
-    **because(_PRIMITIVE, "prims::broadcast_in_dim prims::collapse prims::convert_element_type"),
-    **because(_PRIMITIVE, "prims::iota"),
     **because(_FLOAT32, "mkldnn_rnn_layer mkldnn_rnn_layer_backward"),
-    "_linalg_eigvals": "torch uses it where nothing is differentiated",
     "functx::jax_call": "a function of JAX, which stays one",
-    "functx::identity": "hands its argument on",
-    "functx::unless": "makes NaN of results that a check refuses",
-    "nextafter": "JAX has no derivative of it",
 }
 
 # JAX's own functions: what is wrong, and the names of the rules that do it otherwise.

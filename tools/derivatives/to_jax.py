@@ -12,7 +12,7 @@ from functx._core.errors import LoweringError
 from functx.compat import to_jax
 from functx.compat._bridge import array_from_torch
 from functx.compat._to_jax.rules import table
-from tools.derivatives import by_hand, database_cases, from_jax
+from tools.derivatives import by_hand, complex_cases, database_cases, from_jax
 from tools.derivatives.causes import CAUSES, NOT_SWEPT, OF_JAX
 from tools.derivatives.judge import JAX, KINK, UNCLEAR, as_list, judge
 from tools.opinfo.database import one_line
@@ -26,7 +26,7 @@ PARTS = 8
 
 def cases():
     """All, in the order in which they are shared out to the parts of the sweep."""
-    return [*by_hand.cases(), *database_cases.cases()]
+    return [*by_hand.cases(), *database_cases.cases(), *complex_cases.cases()]
 
 
 def base(name):
@@ -219,6 +219,8 @@ are compared: the value; the gradient; the product of the Hessian with a vector,
 reverse and in forward over reverse mode; the gradient that `functx.grad` takes in torch, lowered;
 and its derivative in forward mode. torch is the judge. Where it and JAX differ, differences of
 torch's values and gradients tell who is right, if the function is smooth there.
+Functions named `complex ...` have complex arguments and are differentiated by real and imaginary
+parts.
 """.strip().splitlines()
 
 

@@ -264,5 +264,5 @@ def _conform(out: Any, value: Any, node: Node) -> Any:
 def _convert(x: Any, dtype: Any) -> Any:
     x = jnp.asarray(x)
     if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        x = x.real
+        x = x != 0 if dtype == jnp.bool_ else x.real
     return lax.convert_element_type(x, dtype)

@@ -24,9 +24,9 @@ from functx.compat._to_jax.rules.views import straight_through
 
 # Functions with the same name and meaning in torch and jax.numpy.
 _CAST = """
-acos acosh asin asinh atan atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
+acos asin asinh atan atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
 bitwise_right_shift bitwise_xor ceil cos cosh deg2rad exp exp2 expm1 floor fmod gcd
-lcm log log10 log1p log2 logaddexp logaddexp2 nextafter positive rad2deg reciprocal
+lcm log log10 log1p log2 logaddexp2 nextafter positive rad2deg reciprocal
 round sin sinh sqrt square tan tanh trunc
 """
 _PLAIN = """
@@ -126,7 +126,11 @@ def _pow(x: Any, y: Any) -> Any:
 
 @jax.custom_jvp
 def _power(x: Any, y: Any) -> Any:
-    return jnp.power(x, y)
+    if not jnp.iscomplexobj(y):
+        return jnp.power(x, y)
+    # By the exponent's real part; JAX has NaN.
+    zero = (x == 0) & (y.real > 0)
+    return jnp.where(zero, 0, jnp.power(jnp.where(zero, 1, x), y))
 
 
 @partial(_power.defjvp, symbolic_zeros=True)
@@ -211,6 +215,36 @@ def sine_ratio(x: Any) -> Any:
 
 
 rules({"sinc": lambda x: sine_ratio(np.pi * x)}, cast=True)
+
+
+@jax.custom_jvp
+def _complex_acosh(x: Any) -> Any:
+    return jnp.arccosh(x)
+
+
+@_complex_acosh.defjvp
+def _complex_acosh_jvp(primals: Any, tangents: Any) -> Any:
+    (x,) = primals
+    # One root of (x - 1) * (x + 1), as JAX takes it, has the other sign where x.real < 0.
+    return _complex_acosh(x), tangents[0] / (jnp.sqrt(x - 1) * jnp.sqrt(x + 1))
+
+
+@rule("acosh", cast=True)
+def _acosh(x: Any) -> Any:
+    return _complex_acosh(x) if jnp.iscomplexobj(x) else jnp.arccosh(x)
+
+
+@rule("logaddexp", cast=True)
+def logaddexp(x: Any, y: Any) -> Any:
+    """The logarithm of the sum of two exponentials."""
+    if not jnp.iscomplexobj(x):
+        return jnp.logaddexp(x, y)
+    # JAX brings the angle between -pi and pi, torch does not.
+    first = x.real >= y.real
+    larger, smaller = jnp.where(first, x, y), jnp.where(first, y, x)
+    none = jnp.isneginf(larger.real)  # neither has a logarithm: both are of zero
+    difference = jnp.where(none, 0, smaller - larger)
+    return jnp.where(none, smaller, larger + jnp.log1p(jnp.exp(difference)))
 
 
 @rule("digamma", cast=True)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from functx.compat._to_jax.rules.pointwise import absolute
+from functx.compat._to_jax.rules.pointwise import absolute, logaddexp
 from functx.compat._to_jax.rules.table import rule, rules
 
 Dims = int | Sequence[int] | None
@@ -93,6 +93,16 @@ def _cumulative(accumulate: Callable[..., Any]) -> Callable[..., Any]:
     return accumulated
 
 
+def _log_of_sums(x: Any, axis: int) -> Any:
+    if not jnp.iscomplexobj(x) or not x.size:
+        return lax.cumlogsumexp(x, axis)
+    # One after the other, as torch does: the angles of `logaddexp` depend on the order.
+    rows = jnp.moveaxis(x, axis, 0)
+    first = rows[0]
+    _, rest = lax.scan(lambda sum_, row: (logaddexp(row, sum_),) * 2, first, rows[1:])
+    return jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, axis)
+
+
 rules(
     {
         "all all.dim all.dims _is_all_true": _reducing(jnp.all),
@@ -103,7 +113,7 @@ rules(
         "argmin": _place_of(jnp.argmin),
         "cumprod": _cumulative(jnp.cumprod),
         "cumsum": _cumulative(jnp.cumsum),
-        "logcumsumexp": _cumulative(lax.cumlogsumexp),
+        "logcumsumexp": _cumulative(_log_of_sums),
         "logsumexp": _accumulating(jax.nn.logsumexp),
         "mean": _accumulating(jnp.mean),
         "prod prims::prod": _accumulating(jnp.prod),
@@ -116,7 +126,10 @@ def _moments(x: Any, dim: Dims, correction: Any, keepdim: bool) -> tuple[Any, An
     dims = axes(dim, x.ndim)
     n = math.prod(x.shape[d] for d in dims)
     mean = jnp.mean(x, dims, keepdims=True)
-    squares = jnp.sum(jnp.square(jnp.abs(x - mean)), dims, keepdims=keepdim)
+    apart = x - mean
+    # Not by `abs`, whose derivative is zero where an element is the mean.
+    square = jnp.real(apart * jnp.conj(apart)) if jnp.iscomplexobj(x) else jnp.square(apart)
+    squares = jnp.sum(square, dims, keepdims=keepdim)
     free = max(n - (1 if correction is None else correction), 0)
     var = squares / free if free else squares / jnp.zeros(())
     return var, mean if keepdim else jnp.squeeze(mean, dims)

@@ -55,7 +55,6 @@ rules(
         "empty new_empty empty_like empty_strided new_empty_strided empty_permuted": _zeros,
         "expand": lambda x, *_, ctx, **__: jnp.broadcast_to(x, ctx.shape),
         "flip prims::rev": lambda x, dims: jnp.flip(x, tuple(dims)) if x.ndim and len(dims) else x,
-        "functx::identity": _same,
         "functx::straight_through": straight_through,
         "logspace": lambda a, b, steps, base=10.0, **_: jnp.logspace(a, b, steps, base=base),
         "ones ones_like new_ones": lambda *_, ctx, **__: jnp.ones(ctx.shape, ctx.dtype),
