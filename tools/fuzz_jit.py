@@ -95,7 +95,8 @@ WRITES = (
     *("x.mul_(o.w)", "o.l[-1].add_(1)", "torch.add({t}.detach(), 1, out=o.b)"),
 )
 HOOKS = (
-    "{t}.register_hook(lambda g: g * 3) if {t}.requires_grad and {t} is not x else None",
+    # (Of a copy: torch crashes in eager where the tensor is a view, and its base was written.)
+    "{t} = {t} * 1\n{t}.register_hook(lambda g: g * 3) if {t}.requires_grad else None",
     "{t} = torch.autograd.grad(({t} * o.w).sin().sum(), o.w, create_graph=True)[0] + {t}",
 )
 EFFECTS = (
@@ -112,7 +113,8 @@ CHANGES = (
     *("o.d['k'] = 2.5", "o.l.append(0.5)", "o.l[0] = 4.0", "o.net.eval()", "o.bn.eval()"),
     *("Shared.k = 3.0", "G = 3.0", "o.s.k = 0.7", "o.h = o.w * 3", "o.w.requires_grad_(False)"),
     "o.s.w = values(3, start=12.0).requires_grad_()",
-    "o.w.register_hook(lambda g: g * 7) if o.w.requires_grad else None",
+    # (An unused result that reads it calls a hook without a gradient.)
+    "o.w.register_hook(lambda g: g if g is None else g * 7) if o.w.requires_grad else None",
     "o.d['w'] = o.w",
     "o.b = values(4, 3, start=4.0)",
     "o.w.data.mul_(0.5)",

@@ -45,7 +45,8 @@ def compiled(
     _note_stages(module.graph)
     notice = noticed("functx.jit: compiling", module.graph)
     # Casts of autocast are in the graph; others would be added to what runs without autocast.
-    with notice, _torch.without_dispatch_modes(), torch.no_grad(), _torch.without_autocast():
+    outside = _torch.without_dispatch_modes(), _torch.cleared_interpreter_stack()
+    with notice, outside[0], outside[1], torch.no_grad(), _torch.without_autocast():
         if backend == "inductor":
             boxed = compiler.inductor(module, examples, INDUCTOR)
         else:

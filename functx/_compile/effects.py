@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import operator
 import random
 import sys
@@ -92,7 +93,7 @@ class Before:
         ]
         # `torch.utils.swap_tensors` swaps no tensor to which there are weak references.
         self._references = [weakref.ref(t) for t in found.tensors]
-        self._caches = [(x, x.cache_info().misses) for x in found.held if type(x) is CACHE]
+        self._caches = [(x, x.cache_info()) for x in found.held if type(x) is CACHE]
 
     def changes(self) -> Iterator[Change]:
         """What is different now."""
@@ -129,9 +130,13 @@ class Before:
         holders = [holder_of(change.owner, self.found) for change in changes]
         self.put_back(everything=True)
         for change, holder in zip(changes, holders):
-            refuse_kept(Search([change.new]).tensors, holder)
+            refuse_kept(Search([change.new]).tensors, holder, change.key)
         if changes:
             raise Changed(changes[0], holders[0])
+        if filled := self.clear_caches():
+            raise Changed(
+                Change(filled[0], "the cache", MISSING, filled[0], lambda: None), filled[0]
+            )
 
     def put_back(self, everything: bool) -> None:
         """Undo changes: all, or those that leave tensors of a trace."""
@@ -139,11 +144,26 @@ class Before:
             if everything or any(map(is_traced, Search([change.new]).tensors)):
                 change.undo()
 
-    def clear_caches(self) -> None:
-        """Empty the `functools.cache` of functions that ran: they hold tensors of the trace."""
-        for cache, misses in self._caches:
-            if cache.cache_info().misses != misses:
+    def clear_caches(self) -> list[Any]:
+        """Empty each `functools.cache` that holds tensors of the trace; returns these caches.
+
+        Raises:
+            KeptError: One has held other results before, which are lost.
+        """
+        filled = []
+        for cache, before in self._caches:
+            if cache.cache_info().misses == before.misses:
+                continue
+            if any(map(is_traced, Search(gc.get_referents(cache)).tensors)):
                 cache.cache_clear()
+                filled.append(cache)
+                if before.currsize:
+                    raise KeptError(
+                        f"functx.jit: a tensor that the function makes is kept by the cache of "
+                        f"{name_of(cache)} (functools.cache), which is emptied now, where it has "
+                        "no values (J4). Call the function once before, in eager."
+                    )
+        return filled
 
 
 _CONTAINERS: Any = [[], (), range(0), {}, {}.values(), {}.items(), "", (0 for _ in ())]
@@ -233,12 +253,14 @@ def _is_counted(change: Change) -> bool:
 
 
 @contextmanager
-def watched(before: Before, repeats: bool = False) -> Iterator[None]:
+def watched(before: Before) -> Iterator[None]:
     """Around a trace: what its function may do, or an error.
+
+    Where the function raises an error of its own, all is put back, too, since it runs once more,
+    unless it has taken items of an iterator: then the error has an attribute that says so.
 
     Args:
         before: What is in reach.
-        repeats: Whether another trace follows where this one fails: all is put back for it.
 
     Raises:
         TracingError: It has an effect that a graph can't have.
@@ -258,14 +280,19 @@ def watched(before: Before, repeats: bool = False) -> Iterator[None]:
     except BaseException as error:
         is_refusal = isinstance(error, TracingError) or graphs.reads_values(error)
         changes = [change for change in before.changes() if _is_counted(change)]
-        before.put_back(everything=is_refusal or (repeats and isinstance(error, Exception)))
+        # (The function runs in eager where it has failed, with all of its effects.)
+        is_repeated = isinstance(error, Exception) and before.iterators() == iterators
+        before.put_back(everything=is_refusal or is_repeated)
+        before.clear_caches()
+        if not is_refusal and not is_repeated:
+            error.functx_went_on = True  # type: ignore[attr-defined]
         if isinstance(error, KeptError):  # who keeps it?
             for change in changes:
-                refuse_kept(Search([change.new]).tensors, holder_of(change.owner, found))
+                holder = holder_of(change.owner, found)
+                refuse_kept(Search([change.new]).tensors, holder, change.key)
         raise
     finally:
         hook.remove()
-        before.clear_caches()
         changed = [(t, gradient) for t, gradient in gradients if t.grad is not gradient]
         for t, gradient in changed:
             t.grad = gradient
@@ -319,20 +346,26 @@ def _refuse_step(optimizer: Any, *_: Any) -> None:
         )
 
 
+_HINTS = {  # by attribute, which hooks of these set in each call
+    "weight": " Take torch.nn.utils.parametrizations in place of the weight_norm and spectral_norm "
+    "of torch.nn.utils."
+}
+
+
 class KeptError(TracingError):
     """A tensor of a trace outlives it."""
 
 
-def refuse_kept(tensors: Iterable[Tensor], owner: Any = None) -> None:
+def refuse_kept(tensors: Iterable[Tensor], owner: Any = None, key: Any = None) -> None:
     """Raise where one is of a trace, this one or an earlier one."""
     for t in filter(is_traced, tensors):
         by = "" if owner is None else f" by {_owner_name(owner)}"
+        by += f" ({key})" if isinstance(key, str) else ""
         raise KeptError(
             f"functx.jit: a tensor that the function makes, {t.dtype} of shape {(*t.shape,)}, "
             f"is kept{by}, where it has no values (J4). Return it; or, if it is a "
             "table that a first call fills: clear that, and call the function once before, in "
-            "eager. Take torch.nn.utils.parametrizations in place of the weight_norm and "
-            "spectral_norm of torch.nn.utils."
+            f"eager.{_HINTS.get(key, '')}"
         )
 
 

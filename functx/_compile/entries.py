@@ -141,6 +141,7 @@ class Entry:
             if t.is_conj() or t.is_neg() or _torch.unwrap_if_dead(t) is not t
         ]
         self._asks = program.asked_leafness or program.asked_offset or program.dynamic
+        self._asks = self._asks or program.asked_gradients
         self._asks = self._asks or bool(program.asked)
 
     def state(self, settings: Any, spec: Any, others: Any, tensors: Any) -> Any:

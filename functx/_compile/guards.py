@@ -8,6 +8,7 @@ of tensors are never called, and 1, 1.0 and True stay apart.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Container, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from functx._compile.search import CELL, CODE, FIXED, ITEM, Search
 
 _ERRORS = KeyError, IndexError, ValueError, AttributeError, TypeError
 _is, _get, _call = operator.is_, operator.getitem, operator.call
+_attribute = object.__getattribute__  # of no class of the user's
 
 
 class Guards:
@@ -26,6 +28,7 @@ class Guards:
     def __init__(self, found: Search, weakly: Container[int] = ()) -> None:
         """``weakly`` are the ids of objects that the caller compares, and which may die."""
         kinds = [k for k in found.kinds if id(k[0]) not in weakly]
+        own = [k for k in found.own if id(k[0]) not in weakly]
         cells = [r[1:] for r in found.reads if r[0] is CELL]
         codes = [r[1:] for r in found.reads if r[0] is CODE]
         reads = [r for r in found.reads if r[0] not in (CELL, CODE)]
@@ -35,6 +38,7 @@ class Guards:
             (_have_lengths, _columns(found.lengths)),
             (_hold, _columns(found.items)),
             (functools.partial(_give, type), _columns(kinds)),
+            (_have_attributes, _columns(own)),
             (functools.partial(_give, CELL), _columns(cells)),
             (functools.partial(_give, CODE), _columns(codes)),
             (_have_keys, _columns(found.orders)),
@@ -120,6 +124,10 @@ def _hold(boxes: Any, keys: Any, values: Any) -> bool:
 
 def _give(function: Any, objects: Any, values: Any) -> bool:
     return all(map(_is, map(function, objects), values))
+
+
+def _have_attributes(objects: Any, spaces: Any) -> bool:
+    return all(map(_is, map(_attribute, objects, itertools.repeat("__dict__")), spaces))
 
 
 def _have_keys(boxes: Any, keys: Any) -> bool:

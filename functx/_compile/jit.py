@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import os
@@ -108,6 +107,18 @@ def jit(
     return Jitted(f, backend, bool(dynamic))
 
 
+class Failed(Exception):
+    """A trace has failed with an error of the function's, or of torch's; all is as it was before.
+
+    The function then runs in eager. That raises the function's own error, with all effects that it
+    has up to there, or it runs through, where only the trace can't.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.said = (f"{type(error).__name__}: {error}").splitlines()[0]
+
+
 class Jitted:
     """A function that runs as graphs, one for each signature."""
 
@@ -140,11 +151,18 @@ class Jitted:
         else:
             entry, state = self._found(tensors, how)
         if entry is None:
-            return self.function(*args, **kwargs)
+            out = self.function(*args, **kwargs)
+            if state is not None:
+                self._in_eager = state.said
+                self._tell(f"it runs in eager, as torch can't trace it: {state.said} (J1)")
+            return out
         return self._run(entry, how, tensors, state)
 
     def _found(self, tensors: Any, how: Any) -> tuple[Any, Any]:
-        """An entry that holds for a call, and the state; ``None`` to run in eager."""
+        """An entry that holds for a call, and the state.
+
+        Without an entry the function runs in eager; then the state is a `Failed`, or ``None``.
+        """
         spec, others = how
         settings = surroundings()
         for entry in self._entries:
@@ -157,12 +175,14 @@ class Jitted:
         return self._searched(tensors, how, settings)
 
     def _run(self, entry: Entry, how: Any, tensors: Any, state: Any) -> Any:
-        program, inputs = entry.program, [*tensors, *state]
+        program, inputs, originals = entry.program, [*tensors, *state], None
         if entry.lazy:
+            originals = [*inputs]
             for i in entry.lazy:
+                originals[i] = _torch.alive(inputs[i])
                 inputs[i] = _plain(inputs[i])
         call = functools.partial(self._call, how, entry, state)
-        results, rest = run(program, call, inputs), program.rest
+        results, rest = run(program, call, inputs, originals), program.rest
         if program.returns_arguments:
             given = [o[0].of(how[1]) if o and type(o[0]) is Argument else o for o in rest[1]]
             rest = rest[0], given
@@ -174,7 +194,7 @@ class Jitted:
     def _call(self, how: Any, entry: Entry, state: Sequence[Tensor]) -> Call:
         program = entry.program
         dynamic = self.dynamic and not self._needs_numbers
-        flat = functools.partial(self._flat, how, state, (), _statics(how[1]), None, False)
+        flat = functools.partial(self._flat, how, state, (), _statics(how[1]), False)
         call = Call(flat, self.backend, dynamic, state)
         call.real = {program.n + k: t for k, t in enumerate(state) if t.requires_grad}
         call.check = functools.partial(self._check, how, entry, state)
@@ -194,6 +214,8 @@ class Jitted:
             except Changed as changed:
                 self._runs_in_eager(changed)
                 return None, None
+            except Failed as failed:
+                return None, failed
             entry = Entry(known, found, tensors, how, settings, self._entries.drop)
             self._entries.put(entry)
         return entry, [found.tensors[i] for i in known.read]
@@ -246,7 +268,7 @@ class Jitted:
         try:
             return self._traced(key, roots, tensors, how, dynamic)
         except Exception as error:
-            if isinstance(error, (TracingError, Changed)) or not dynamic:
+            if isinstance(error, (TracingError, Changed, Failed)) or not dynamic:
                 raise
             found = self._traced(key, roots, tensors, how, False)  # or the function's own error
             self._needs_numbers = True
@@ -266,7 +288,7 @@ class Jitted:
         codes: set[Any] = set()
         generators = [*before.found.generators, *_statics(how[1])]
         inside = _torch.functorch_depth() > 0
-        flat = functools.partial(self._flat, how, captured, tensors, generators, codes, inside)
+        flat = functools.partial(self._flat, how, captured, tensors, generators, inside)
         numbers = {id(t): k for k, t in enumerate(captured)}
         n = len(tensors)
         inputs = Inputs(
@@ -279,8 +301,18 @@ class Jitted:
             [numbers.get(id(t), -1) for t in tensors],
             {n + k: t for k, t in enumerate(captured) if t.requires_grad},
         )
-        with watched(before, repeats=dynamic):
-            program = Program(flat, inputs, dynamic, torch.is_grad_enabled(), before.settle)
+        noting = functools.partial(noted, codes)
+        try:
+            with watched(before):
+                program = Program(
+                    flat, inputs, dynamic, torch.is_grad_enabled(), before.settle, noting
+                )
+        except (TracingError, Changed):
+            raise
+        except Exception as error:
+            if dynamic or hasattr(error, "functx_went_on"):
+                raise
+            raise Failed(error) from error
         program.compile(self.backend)
         self._filled = False
         ran: Ran | None = Ran(codes)
@@ -334,7 +366,6 @@ class Jitted:
         captured: Sequence[Tensor],
         arguments: Sequence[Tensor],
         generators: Sequence[Any],
-        codes: set[Any] | None,
         inside: bool,
         given: Sequence[Tensor],
         standin: Any,
@@ -347,14 +378,12 @@ class Jitted:
             with placed_below(met), graphs.exchanging(met.standin):
                 return Outcome(tree.partition(self.function(*args, **kwargs))[0], met=met)
         met = Met(captured, standin, given, arguments, generators, inside)
-        noting = contextlib.nullcontext() if codes is None else noted(codes)
         with (
             sharding.watching(name, TracingError),
             placed_below(met),
             graphs.exchanging(met.standin),
             settings_kept(),
             graphs.refusing(),
-            noting,
         ):
             _give_attributes(given, arguments)
             before = [_attributes(t) for t in given]

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from functx import _torch
 from functx._compile.intact import RefusedChanges
+from functx._compile.search import PLAIN
 from functx._core import TracingError, is_internal, line_now
 from functx._remat import tape_of
 from functx._torch import graphs
@@ -42,6 +43,13 @@ _GRAD = {_A.grad.__get__}
 _LEAFNESS = {_A.is_leaf.__get__, _A.grad_fn.__get__}
 _BITS = {Tensor.is_conj, Tensor.is_neg}
 _OFFSET = Tensor.storage_offset
+_VERSION = {_A._version.__get__}
+_OF_DEFAULT_GENERATORS = {"exponential_", "log_normal_", "geometric_", "cauchy_"}
+_OF_C = frozenset({type(torch.sin), type(Tensor.sin), type(_A.grad.__get__)})
+_PLAIN_ARGUMENTS = PLAIN | {
+    *(Tensor, nn.Parameter, _torch.FakeTensor, torch.Size, torch.SymInt, torch.SymFloat),
+    *(torch.SymBool, torch.Generator),
+}
 
 
 def is_leaf(t: Tensor) -> bool:
@@ -119,7 +127,10 @@ class Exchange(RefusedChanges):
         kwargs = kwargs or {}
         exchanged = [self._exchanged(a) for a in args]
         options = {k: self._exchanged(v) for k, v in kwargs.items()}
-        result = func(*exchanged, **options)
+        if type(func) in _OF_C and _runs_no_code(types, exchanged, options):
+            result = graphs.unnoted(func, exchanged, options)
+        else:
+            result = func(*exchanged, **options)
         if isinstance(result, Tensor):  # `w.add_(1)` gives w
             pairs = (*zip(args, exchanged), *zip(kwargs.values(), options.values()))
             return next((a for a, b in pairs if b is result), result)
@@ -191,7 +202,7 @@ class Met(Exchange):
         self._arguments = {id(t): i for i, t in enumerate(given) if id(t) not in self.numbers}
         self._generators = {id(g) for g in generators}
         self.reshaped: list[tuple[int, Any, Any, Any]] = []  # argument, function, arguments of it
-        self.asked_leafness = self.asked_offset = False
+        self.asked_leafness = self.asked_offset = self.asked_gradients = False
 
     def standin(self, t: Tensor) -> Tensor:
         """The stand-in of a captured tensor, unless a plan inside of the trace is asking."""
@@ -229,8 +240,21 @@ class Met(Exchange):
             if func is Tensor.__deepcopy__:
                 return self._copied(args[0])
         if (generator := kwargs.get("generator")) is not None:
-            self._check_generator(generator)
+            self._check_generator(generator, func)
+        if isinstance(out := kwargs.get("out"), Tensor):
+            return self._written(out, func, types, args, kwargs)
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _written(self, out: Tensor, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator that writes to ``out``, and may give it another shape."""
+        given = self.standin(out)
+        is_input, shape = given is not out or id(out) in self._arguments, given.shape
+        result = super().__torch_function__(func, types, args, kwargs)
+        if is_input and given.shape != shape:
+            raise refused(
+                f"resizes a tensor of shape {(*shape,)} by out=", "Give one of the right shape."
+            )
+        return result
 
     def _copied(self, t: Tensor) -> Tensor:
         """``copy.deepcopy``, which would copy values."""
@@ -268,6 +292,8 @@ class Met(Exchange):
             self.asked_leafness = True
         elif func is _OFFSET:
             self.asked_offset = True
+        elif func in _VERSION and _is_called_by_the_user():
+            raise refused("reads _version of a tensor", "Do that outside.")
 
     def _check_gradient(self, t: Tensor, number: int | None) -> None:
         """Refuse reading ``.grad``, unless there is none."""
@@ -279,6 +305,8 @@ class Met(Exchange):
             )
         if number is None:
             self.ask(has_gradient, t)
+        else:
+            self.asked_gradients = True
 
     def _check_values(self, name: str, t: Tensor) -> None:
         if name not in _STORAGES:
@@ -291,7 +319,12 @@ class Met(Exchange):
         if is_input and _is_called_by_the_user():
             raise refused(f"takes the storage of a tensor ({name})", "Do that outside.")
 
-    def _check_generator(self, generator: Any) -> None:
+    def _check_generator(self, generator: Any, func: Any) -> None:
+        if _name(func) in _OF_DEFAULT_GENERATORS:
+            raise refused(
+                f"calls {_name(func)} with a torch.Generator, which compilers of torch don't know",
+                "Draw from the default generator, or by torch.rand and torch.randn.",
+            )
         if isinstance(generator, torch.Generator) and id(generator) not in self._generators:
             raise refused(
                 "draws from a torch.Generator that it makes, or that functx.jit can't find again",
@@ -329,6 +362,24 @@ def _is_called_by_the_user() -> bool:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped):
         frame = frame.f_back
     return not is_internal(frame.f_code.co_filename)
+
+
+def _runs_no_code(types: Iterable[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of C runs no Python code of the user's, given these.
+
+    Objects of other classes may convert themselves (``__index__``), and saved-tensor hooks run in
+    the forward.
+    """
+    if not _PLAIN_ARGUMENTS.issuperset(types):
+        return False
+    for x in (*args, *kwargs.values()):
+        kind = type(x)
+        if kind in (list, tuple):
+            if not _PLAIN_ARGUMENTS.issuperset(map(type, x)):
+                return False
+        elif kind not in _PLAIN_ARGUMENTS:
+            return False
+    return _torch.top_saved_tensor_hooks(True) is None
 
 
 def twin(t: Tensor) -> Tensor:

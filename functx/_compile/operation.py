@@ -62,16 +62,20 @@ class Call:
     watch: Callable[[], Any] = contextlib.nullcontext  # around a trace: puts back its effects
 
 
-def run(program: Program, call: Callable[[], Call], inputs: Tensors) -> list[Tensor]:
+def run(
+    program: Program, call: Callable[[], Call], inputs: Tensors, originals: Tensors | None = None
+) -> list[Tensor]:
     """Run a program, as an operation that can be differentiated.
 
-    ``call`` gives what a derivative of the pullback needs.
+    ``call`` gives what a derivative of the pullback needs. ``originals`` are the inputs before
+    conj and neg bits were resolved, if there are any.
     """
     if _torch.dispatch_depth():
         read_outside(inputs)
     is_at_base = _torch.peek_interpreter() is None
     if not program.differentiated and (is_at_base or not any(level_of(t) > 0 for t in inputs)):
-        return program.finished(program.run(program.given(inputs), inputs), inputs)
+        outputs = program.run(program.given(inputs), inputs)
+        return program.finished(outputs, inputs, originals)
     known = _Known(program, call, inputs)
     if program.without:
         given: Tensors = [t.detach() if i in program.without else t for i, t in enumerate(inputs)]
@@ -82,7 +86,7 @@ def run(program: Program, call: Callable[[], Call], inputs: Tensors) -> list[Ten
     else:
         with torch.set_grad_enabled(torch.is_grad_enabled() or program.records):
             outputs = _AtLevels.apply(known, *given)
-    return program.finished(outputs[: len(program.tracked)], inputs)
+    return program.finished(outputs[: len(program.tracked)], inputs, originals)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from functx import _torch
 from functx._compile.backends import compiled
 from functx._compile.effects import sets_gradients
-from functx._compile.met import Met, twin
+from functx._compile.met import Met, has_gradient, twin
 from functx._compile.results import Sharing, span
 from functx._compile.surroundings import base_of
 from functx._compile.tracing import cut, trace
@@ -164,6 +164,7 @@ class Program:
         dynamic: Whether sizes of arguments are symbols.
         records: Whether the call is recorded for a pullback.
         settle: Puts back what a trace has changed, before another one.
+        around: A context for the function and its pullback, each time that they run.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class Program:
         dynamic: bool,
         records: bool,
         settle: Callable[[], None] = lambda: None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.n, self.dynamic, self.copied = len(inputs.tensors), dynamic, set[int]()
         self.records = records
@@ -183,13 +185,14 @@ class Program:
         def joint(cotangent_of: Any, *given: Tensor) -> list[Tensor]:
             nonlocal run
             run = Run(flat, inputs, self.copied, self.records)
-            outputs = run.outputs(given, dynamic)
-            tracked[:] = [t.requires_grad and run.is_differentiated(k)
-                          for k, t in enumerate(outputs)]  # fmt: skip
             found.clear()
-            if not self.records:
-                return [t.detach() for t in outputs]
-            gradients = _pulled_back(run, inputs, outputs, tracked, real, cotangent_of)
+            with around():
+                outputs = run.outputs(given, dynamic)
+                tracked[:] = [t.requires_grad and run.is_differentiated(k)
+                              for k, t in enumerate(outputs)]  # fmt: skip
+                if not self.records:
+                    return [t.detach() for t in outputs]
+                gradients = _pulled_back(run, inputs, outputs, tracked, real, cotangent_of)
             found.extend(gradients)
             return [t.detach() for t in (*outputs, *gradients.values())]
 
@@ -214,6 +217,7 @@ class Program:
         self.reshaped = [] if met is None else met.reshaped
         self.asked_leafness = met is not None and met.asked_leafness
         self.asked_offset = met is not None and met.asked_offset
+        self.asked_gradients = met is not None and met.asked_gradients
         asked = {} if met is None else met.asked
         self.asked = [(self.n + k, ask, answer) for (k, ask), answer in asked.items()]
         run.met = met = None  # which hold each other, and the arguments
@@ -288,6 +292,8 @@ class Program:
             return False
         if self.asked_offset and [t.storage_offset() for t in tensors] != self._offsets:
             return False
+        if self.asked_gradients and any(map(has_gradient, tensors)):
+            return False  # the trace has found none
         return self.holds_for(tensors)
 
     def given(self, inputs: Sequence[Any]) -> list[Any]:
@@ -307,6 +313,11 @@ class Program:
         copied = {id(inputs[i]) for i in self.copied_back}
         written = [*self.written, *(i for i, t in enumerate(given) if id(t) in copied)]
         _check_apart(given, written)
+        if any(map(_overlaps_itself, (given[i] for i in written))):
+            raise TracingError(
+                "functx.jit: the function writes to a tensor whose elements share memory, as those "
+                "of unfold and expand do (J4). Write to a copy (clone)."
+            )
         versions = [(given[i], given[i]._version) for i in self._counted]
         outputs = self._forward(given)
         for t, version in versions:
@@ -314,8 +325,17 @@ class Program:
                 torch.autograd.graph.increment_version(t)
         return outputs
 
-    def finished(self, outputs: Sequence[Any], inputs: Tensors) -> list[Tensor]:
-        """The results of a call, and what it does to its inputs outside of the graph."""
+    def finished(
+        self, outputs: Sequence[Any], inputs: Tensors, originals: Tensors | None = None
+    ) -> list[Tensor]:
+        """The results of a call, and what it does to its inputs outside of the graph.
+
+        ``originals`` are the inputs as the caller knows them, where some have conj or neg bits, and
+        the graph was given copies of these.
+        """
+        if originals is not None:
+            self._write_back(inputs, originals)
+            inputs = originals
         if self.reshaped or self.copied_back:
             for number, function, args, kwargs in self.reshaped:
                 function(inputs[number], *args, **kwargs)
@@ -327,6 +347,16 @@ class Program:
         for k in self.leaves:
             outputs[k].requires_grad_()
         return self.sharing.made(outputs, inputs)
+
+    def _write_back(self, inputs: Tensors, originals: Tensors) -> None:
+        """Write what the graph has written to a copy of an input into the input."""
+        numbers = [*range(self.n), *self.sources]
+        written = {i for i in (numbers[k] for k in self.written) if isinstance(i, int)}
+        if written or self.copied_back:
+            _check_apart(originals, [*written, *self.copied_back])
+        for i in written:
+            if inputs[i] is not originals[i]:
+                originals[i].detach().copy_(inputs[i].detach())
 
     def pull_back(self, args: list[Any], n_inputs: int, present: int) -> list[Tensor | None]:
         """The gradient of each input, or ``None`` for an input without one.
@@ -494,6 +524,18 @@ def _check_apart(given: Sequence[Any], written: Sequence[int]) -> None:
                 "and take views of it in the function."
             )
         end, was_written = max((end, was_written), (start + length, is_written))
+
+
+def _overlaps_itself(t: Any) -> bool:
+    """Whether two elements may lie in one place, as far as shape and strides tell."""
+    if t.layout is not torch.strided or t.is_contiguous():
+        return False
+    end = 0
+    for stride, size in sorted(zip(t.stride(), t.shape)):
+        if size > 1 and stride <= end:
+            return True
+        end += (size - 1) * stride
+    return False
 
 
 def _bytes_spanned(t: Tensor) -> int:

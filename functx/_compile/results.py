@@ -33,6 +33,8 @@ class Alias:
     tracked: bool  # with the history of what it is of
     is_whole: bool = False  # all of it, in its order
     is_leaf: bool = False  # a leaf that requires grad, in memory of what it is of
+    conjugates: bool = False  # with another conj bit than what it is of, or another neg bit
+    negates: bool = False
 
     def made_of(self, base: Tensor, result: Any) -> Tensor:
         """The result."""
@@ -49,6 +51,10 @@ class Alias:
             result.storage_offset() - base.storage_offset(),
             base.stride(),
         )
+        if self.conjugates:
+            base = base.conj()
+        if self.negates:
+            base = torch._neg_view(base)
         if self.is_whole:
             return base.view_as(base)
         if base.stride() != expected:
@@ -77,7 +83,8 @@ class Sharing:
         own: dict[int, list[int]] = {}
         for i, t in enumerate(results):
             storage = _torch.storage_of(t) if _is_dense(t) else -1
-            if storage in hooked or _is_of_function(t):
+            is_input = storage in of_inputs and inputs[of_inputs[storage]] is t
+            if storage in hooked or (_is_of_function(t) and not is_input):
                 storage = -1
             if storage == -1:
                 same = next((j for j in range(i) if results[j] is t), None)
@@ -167,13 +174,22 @@ def _alias(t: Tensor, base: Tensor, of_input: bool, index: int, dynamic: bool) -
         return Alias(of_input, index, True, None, t.requires_grad)
     if t.dtype != base.dtype:
         return None
-    is_leaf = t.is_leaf and t.requires_grad
-    if not dynamic:
-        offset = t.storage_offset() - base.storage_offset()
-        geometry = torch.Size(t.shape), t.stride(), offset, base.stride()
-        is_whole = (t.shape, t.stride(), offset) == (base.shape, base.stride(), 0)
-        return Alias(of_input, index, False, geometry, t.requires_grad, is_whole, is_leaf)
-    return Alias(of_input, index, False, None, t.requires_grad, False, is_leaf)
+    alias = Alias(
+        of_input,
+        index,
+        False,
+        None,
+        t.requires_grad,
+        is_leaf=t.is_leaf and t.requires_grad,
+        conjugates=t.is_conj() is not base.is_conj(),
+        negates=t.is_neg() is not base.is_neg(),
+    )
+    if dynamic:
+        return alias
+    offset = t.storage_offset() - base.storage_offset()
+    geometry = torch.Size(t.shape), t.stride(), offset, base.stride()
+    is_whole = (t.shape, t.stride(), offset) == (base.shape, base.stride(), 0)
+    return replace(alias, geometry=geometry, is_whole=is_whole)
 
 
 def _is_of_function(t: Tensor) -> bool:

@@ -5,8 +5,8 @@ A search from a large model reaches thousands of functions that no call runs. Gu
 these name would cost time at each call, and a counter that one of them keeps would be taken for a
 value that the graph depends on. So the code objects that run in a trace are noted, and only what
 these name is guarded. From Python 3.12 on `sys.monitoring` reports each code object once, which is
-nearly free; before, `sys.settrace` is told of each call. A debugger's or coverage's own trace
-function goes on being called.
+nearly free; before, `sys.settrace` is told of each call, except below operators of torch
+(`graphs.unnoted`). A debugger's or coverage's own trace function goes on being called.
 
 A limit: code that runs in other threads is not noted.
 """
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from functx._core import is_internal
+from functx._torch import graphs
 
 _STDLIB_NAMES = sys.stdlib_module_names
 LIBRARIES = {"torch", "functx", "numpy", "jax", "jaxlib", "sympy", "mpmath", "optree"}
@@ -40,7 +41,7 @@ _HEAP_TYPE = 1 << 9  # of a class that is made by Python code
 # With these names, code reads attributes by names that it computes.
 _COMPUTED_NAMES = {
     *("getattr", "hasattr", "setattr", "vars", "__dict__", "attrgetter", "__getattribute__"),
-    *("asdict", "astuple", "fields"),
+    *("asdict", "astuple", "fields", "dir", "getmembers"),
 }
 
 
@@ -201,6 +202,7 @@ def _traced(add: Callable[[types.CodeType], None]) -> Iterator[None]:
         add(frame.f_code)
         return None if before is None else before(frame, event, arg)
 
+    setattr(called, graphs.NOTES_CODE, before is None)
     sys.settrace(called)
     try:
         yield

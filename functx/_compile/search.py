@@ -57,6 +57,8 @@ PLAIN = frozenset(
 _FLOATS = {float, complex}
 _BUILTINS = vars(builtins).keys()
 CACHE: Any = type(functools.lru_cache(len))  # of functions with a cache
+_ORDERED: Any = collections.OrderedDict()
+_VIEWS: Any = [view for d in ({}, _ORDERED) for view in (d.keys(), d.values(), d.items())]
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace)  # attributes for the user's code
 _SMALL_ARRAY = 1 << 16  # bytes; a larger one is known by identity
 EXACT = {dict, collections.OrderedDict, list, tuple, collections.deque, types.MappingProxyType}
@@ -70,6 +72,9 @@ _BOOKKEEPING = {
 }
 _HOOKS = {n for n in vars(nn.Module()) if n.endswith("_hooks") or n in ("_modules", "_buffers")}
 _HOOKS |= {"_parameters"}
+# Methods of an `autograd.Function`, which its ``apply`` calls.
+_OF_FUNCTIONS = {"forward", "setup_context", "backward", "vjp", "jvp", "vmap"}
+_LISTS_NAMES = {"dir", "getmembers"}
 
 Place = tuple[Any, Any, Any]  # ITEM, container, key; READ, function, object; FIXED, tensor, None
 ITEM, READ, FIXED = "item", "read", "fixed"
@@ -106,6 +111,7 @@ class Search:
         self.falsy: list[Any] = []  # (dict of a module, name of hooks)
         self.orders: list[Any] = []  # (dict, its keys)
         self.kinds: list[Any] = []  # (object, class)
+        self.own: list[Any] = []  # (object, its ``__dict__``)
         self.values: list[Any] = []  # (function, object, value), to be equal
         # Containers that a trace may change, with copies; only in a search without ``ran``:
         self.snapshots: list[Any] = []  # (container, its contents, its owner)
@@ -175,8 +181,8 @@ class Search:
             if issubclass(kind, base):
                 look(self, x, kind)
                 return
-        if kind.__name__ == "ndarray" and kind.__module__ == "numpy":
-            self._array(x)
+        if any(k.__name__ == "ndarray" and k.__module__ == "numpy" for k in kind.__mro__):
+            self._array(x, kind)
         else:
             self._object(x, kind)
 
@@ -193,7 +199,9 @@ class Search:
         if of_library and not f.__closure__:
             return
         if not of_library:
-            if self.ran is not None and not self.ran.runs(code):
+            runs = self.ran is None or self.ran.runs(code)
+            self._attributes_of_function(f, runs)
+            if not runs:
                 return
             self.reads.append((_CODE, f, code))
             self._functions.append(f)
@@ -201,14 +209,18 @@ class Search:
                 push((f.__defaults__, (READ, _DEFAULTS, f)))
             if f.__kwdefaults__:
                 push((f.__kwdefaults__, (READ, _KWDEFAULTS, f)))
-            if self.ran is None or f.__dict__:
-                own = f.__dict__
-                self._container(own, {**own}, f)
-                for name, value in own.items():
-                    if not name.startswith("_torchdynamo"):
-                        push((value, (ITEM, own, name)))
         for cell in f.__closure__ or ():
             self._cell(cell, types.CellType)
+
+    def _attributes_of_function(self, f: types.FunctionType, runs: bool) -> None:
+        own = f.__dict__
+        self._length(own, dict, len(own))  # an attribute that is set later counts
+        self._container(own, {**own}, f)
+        for name, value in own.items():
+            is_wanted = runs or self.ran is None or name in self.ran.names
+            if is_wanted and not name.startswith("_torchdynamo"):
+                self.key.append(name)
+                self._todo.append((value, (ITEM, own, name)))
 
     def _cell(self, cell: Any, kind: Any) -> None:
         value = in_cell(cell)
@@ -222,9 +234,16 @@ class Search:
 
     def _partial(self, x: Any, kind: Any) -> None:
         self._todo += (x.keywords, None), (x.args, None), (x.func, None)
+        own = _own_attributes(x)
+        self._container(own, {**own}, x)
+        self.lengths.append((own, len(own)))
+        for name, value in own.items():
+            self.key.append(name)
+            self._todo.append((value, (ITEM, own, name)))
 
     def _wrapper(self, x: Any, kind: Any) -> None:
-        found = (getattr(x, n, None) for n in ("__wrapped__", "fget", "func", "__func__"))
+        names = ("__wrapped__", "fget", "func", "__func__", "args", "keywords")
+        found = (getattr(x, n, None) for n in names)
         self._todo += ((f, None) for f in found if f is not None)
 
     # -- containers
@@ -282,11 +301,11 @@ class Search:
     def _dict(self, x: Any, kind: Any) -> None:
         if kind.__module__.startswith("functx."):
             return
-        items = {**dict(dict.items(x))} if kind is not dict else x
+        items = x if kind is dict else dict(_ordered(x))
         self.key.append(len(items))
         self._container(x, {**items}, x)
         self._length(x, kind, len(items))
-        if len(items) > 1 and {*map(type, items)} == {str}:
+        if len(items) > 1 and kind in EXACT and {*map(type, items)} == {str}:
             self.orders.append((x, (*items,)))
         elif len(items) > 1:
             self.values.append((_key_identities, x, _key_identities(x)))
@@ -311,12 +330,20 @@ class Search:
         self.key.append(bytes(x))
         self.values.append((bytes, x, bytes(x)))
 
-    def _array(self, x: Any) -> None:
+    def _array(self, x: Any, kind: Any) -> None:
         self._by_identity(x)
         self.key += x.shape, str(x.dtype)
+        if not is_library_class(kind):
+            self._attributes(x, kind)
+        base: Any = next(k for k in kind.__mro__ if k.__module__ == "numpy")
+        x = x if kind is base else x.view(base)  # the same memory, with methods of NumPy's
         if x.nbytes <= _SMALL_ARRAY and not x.dtype.hasobject:
             self.key.append(x.tobytes())
             self.values.append((_bytes, x, _bytes(x)))
+        elif x.nbytes <= _SMALL_ARRAY and x.dtype == object:
+            self.values.append((_objects_in, x, _objects_in(x)))
+            for i, item in enumerate(x.ravel().tolist()):
+                self._todo.append((item, (READ, functools.partial(_item_of_array, i), x)))
 
     # -- classes, modules, objects
 
@@ -342,6 +369,9 @@ class Search:
 
     def _reference(self, x: Any, kind: Any) -> None:
         self._todo.append((x(), (READ, _referent, x)))
+
+    def _weak_proxy(self, x: Any, kind: Any) -> None:
+        self._todo.append((_proxied(x), (READ, _proxied, x)))
 
     def _of_context(self, x: Any, kind: Any) -> None:
         self._by_identity(x)
@@ -381,6 +411,7 @@ class Search:
         is_module = issubclass(kind, nn.Module)
         if not of_functx:
             self.kinds.append((x, kind))
+            self.own.append((x, own))
             self.lengths.append((own, len(own)))
             self._container(own, {**own}, x)
         for name, value in [*own.items()][::-1]:
@@ -429,7 +460,11 @@ class Search:
                 if not is_library_class(k):
                     self._in_class(k, names)
         for module in self._modules:
-            self._in_space(attributes(module) or {}, names)  # (`vars` loads a lazy module)
+            space = attributes(module) or {}  # (`vars` loads a lazy module)
+            if id(space) not in self._looked:
+                self._looked.add(id(space))
+                self.lengths.append((space, len(space)))
+            self._in_space(space, names)
         return len(self._todo) > before
 
     def _in_space(self, space: Any, names: Iterable[str]) -> None:
@@ -440,31 +475,44 @@ class Search:
                 self.key.append(name)
 
     def _unbound(self, space: Any, names: Iterable[str]) -> None:
-        for name in sorted({*names} - space.keys() - _BUILTINS):
+        for name in sorted({*names} - space.keys()):
             if (id(space), name) not in self._looked:
                 self._looked.add((id(space), name))
                 self.absent.append((space, name))
-                self.key.append(name)
+                if name not in _BUILTINS:
+                    self.key.append(name)
+                    self.absent.append((vars(builtins), name))
 
-    def _in_class(self, cls: type, names: Iterable[str]) -> None:
+    def _in_class(self, cls: type, names: set[str]) -> None:
         space = namespace(cls)
         if id(space) not in self._looked:
             self._looked.add(id(space))
             self.held.append(cls)
             self.lengths.append((space, len(space)))
+            self.reads.append((_MRO, cls, _MRO(cls)))
+            # Python calls special methods that no code names: one more of them may run.
+            self.key += sorted(name for name in space if name[:2] == "__")
             if self.ran is None:
                 self.snapshots.append((space, {**space}, cls))
+            if "__subclasses__" in names:
+                self.values.append((_subclasses, cls, _subclasses(cls)))
+                self._todo += ((k, None) for k in type.__subclasses__(cls))
+        is_function = issubclass(cls, torch.autograd.Function)
+        everything = self.ran is not None and not names.isdisjoint(_LISTS_NAMES)
         for name, value in [*space.items()]:
             if (id(space), name) in self._looked or type(value) is types.MemberDescriptorType:
                 continue
-            if name in names or (name[:2] == "__" and self._runs(value)):
+            is_called = name[:2] == "__" or (is_function and name in _OF_FUNCTIONS)
+            if name in names or everything or (is_called and self._runs(value)):
                 self._looked.add((id(space), name))
                 self._todo.append((value, (ITEM, space, name)))
                 self._by_identity(cls)
                 self.key.append(name)
 
     def _runs(self, value: Any) -> bool:
-        """Whether Python calls a special method, which code does not name."""
+        """Whether Python or torch calls a method, which code does not name."""
+        if type(value) in (staticmethod, classmethod):
+            value = value.__func__
         if type(value) is not types.FunctionType:
             return False
         return self.ran is None or self.ran.runs(value.__code__)
@@ -494,6 +542,8 @@ _LOOKS: dict[Any, Callable[[Search, Any, Any], None]] = {
     contextvars.ContextVar: Search._of_context,
     threading.local: Search._of_thread,
     weakref.ReferenceType: Search._reference,
+    **dict.fromkeys(weakref.ProxyTypes, Search._weak_proxy),
+    **dict.fromkeys(map(type, _VIEWS), Search._proxy),
     **dict.fromkeys(
         [property, staticmethod, classmethod, functools.cached_property, functools.partialmethod],
         Search._wrapper,
@@ -579,7 +629,34 @@ def _identities(x: Any) -> Any:
 
 
 def _key_identities(x: Any) -> Any:
-    return (*map(id, dict.keys(x)),)
+    return (*(id(k) for k, _ in _ordered(x)),)
+
+
+def _ordered(x: Any) -> Any:
+    """The items of a dict in their order, of which an ``OrderedDict`` has one of its own."""
+    is_ordered = isinstance(x, collections.OrderedDict)
+    return collections.OrderedDict.items(x) if is_ordered else dict.items(x)
+
+
+def _proxied(x: Any) -> Any:
+    """What a `weakref.proxy` stands for; ``None`` if that is gone."""
+    try:
+        return x.__init__.__self__
+    except ReferenceError:
+        return None
+
+
+def _objects_in(x: Any) -> Any:
+    """The objects in an array, as identities."""
+    return (*map(id, x.ravel().tolist()),)
+
+
+def _item_of_array(i: int, x: Any) -> Any:
+    return x.ravel()[i]
+
+
+def _subclasses(x: Any) -> Any:
+    return (*map(id, type.__subclasses__(x)),)
 
 
 def _bytes(x: Any) -> Any:
@@ -591,6 +668,7 @@ _DEFAULTS = operator.attrgetter("__defaults__")
 _KWDEFAULTS = operator.attrgetter("__kwdefaults__")
 _CELL = operator.attrgetter("cell_contents")
 CELL, CODE = _CELL, _CODE
+_MRO: Any = vars(type)["__mro__"].__get__  # of no metaclass
 
 
 def read(place: Place) -> Any:

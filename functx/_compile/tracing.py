@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from functx import _torch
 from functx._compile.effects import refuse_kept
-from functx._core import TracingError, line_now, tree
+from functx._core import TracingError, line_now, module_of, tree
 from functx._remat import operator_of, unseen
 from functx._torch import compiler, graphs
 
@@ -130,6 +130,7 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
         without_saved_tensor_hooks(),
         _torch.without_dispatch_modes(),
         compiler.compiling(),
+        torch.autograd.set_detect_anomaly(False),  # which reads values; autograd looks at results
     ):
         try:
             given = [t.detach() for t in args]
@@ -138,7 +139,7 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
             if not graphs.reads_values(error):
                 raise
             raise TracingError(
-                f"functx.jit: at {line_now(error)} the function reads the "
+                f"functx.jit: at {line_now(error)}{module_of(error)} the function reads the "
                 f"value of a tensor in Python ({error}), which a graph can't (J4). Compute with "
                 "the tensor (torch.where, masks), or pass the value as an argument that is no "
                 "tensor."
@@ -147,6 +148,7 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
         node.args = ([],)
     constants = _lift(module)
     refuse_kept(constants)
+    _refuse_writes_to_arrays(module.graph, constants)
     _clean(module.graph)
     _take_sizes_from_inputs(module.graph)
     module.graph.eliminate_dead_code(lambda node: node in cotangents or graphs.acts(node))
@@ -182,6 +184,26 @@ def _lift(module: fx.GraphModule) -> list[Tensor]:
             constants.append(value)
         node.replace_all_uses_with(made[id(value)])
     return constants
+
+
+def _refuse_writes_to_arrays(graph: fx.Graph, constants: Sequence[Tensor]) -> None:
+    """Refuse writes to memory of NumPy's: the graph has a copy of what `from_numpy` gives."""
+    inputs = graph.find_nodes(op="placeholder")
+    values = dict(zip(inputs[len(inputs) - len(constants) :], constants))
+    copies = set[fx.Node]()
+    for node in graph.nodes:
+        if node.target is aten.lift_fresh_copy.default:
+            t = values.get(node.args[0])
+            if t is not None and not t.untyped_storage().resizable():
+                copies.add(node)
+        elif base_of(node) in copies:
+            copies.add(node)
+        if not copies.isdisjoint(written_by(node)):
+            raise TracingError(
+                "functx.jit: the function writes to the memory of an array, by torch.from_numpy or "
+                "torch.as_tensor, which a graph can't (J4). Make the tensor outside, and pass or "
+                "capture it."
+            )
 
 
 def _clean(graph: fx.Graph) -> None:

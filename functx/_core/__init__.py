@@ -56,6 +56,7 @@ from functx._core.source_location import add_internal as add_internal
 from functx._core.source_location import is_internal as is_internal
 from functx._core.source_location import line_now as line_now
 from functx._core.source_location import line_of as line_of
+from functx._core.source_location import module_of as module_of
 from functx._core.source_location import users_line as users_line
 from functx._core.source_location import where as where
 from functx._core.tree import ENDLESS as ENDLESS

@@ -61,10 +61,12 @@ def users_line(error: BaseException | None = None) -> tuple[str, int, str] | Non
     ``None`` if no frame is user code.
     """
     if error is not None:
-        frames = traceback.extract_tb(error.__traceback__)
-        for found in reversed(frames):
-            if not is_internal(found.filename):
-                return found.filename, found.lineno or 0, found.name
+        for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+            code = frame.f_code
+            # (torch.fx makes functions without a file, in modules of torch.)
+            is_torchs = str(frame.f_globals.get("__name__")).startswith("torch.")
+            if not (is_internal(code.co_filename) or is_torchs):
+                return code.co_filename, line, code.co_name
         return None
     place = where()
     if is_internal(place[0].co_filename):
@@ -83,6 +85,14 @@ def line_of(place: Place) -> tuple[str, int, str]:
     code, instruction = place
     lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line)
     return code.co_filename, next(lines, code.co_firstlineno), code.co_qualname
+
+
+def module_of(error: BaseException) -> str:
+    """``, in CLASS,`` for the innermost module that was running when an error was raised."""
+    frames = (frame for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]))
+    called = (f for f in frames if f.f_code is nn.Module._call_impl.__code__)
+    frame = next(called, None)
+    return "" if frame is None else f", in {type(frame.f_locals['self']).__name__},"
 
 
 def module_now(cache: ModulePaths) -> str:

@@ -7,6 +7,7 @@ graph. They do nothing if no trace is running.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -128,6 +129,26 @@ def asked_at_draws(ask: Callable[[], None]) -> Iterator[None]:
         _asked_at_draws.remove(ask)
 
 
+def unnoted(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call what runs no code of the user's, without noting the code that runs.
+
+    Before Python 3.12 each call of a Python function is noted by a function of `sys.settrace`, and
+    most calls in a trace are torch's own, below an operator.
+    """
+    noting = sys.gettrace()
+    if not getattr(noting, NOTES_CODE, False):
+        return function(*args, **kwargs)
+    sys.settrace(None)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        sys.settrace(noting)
+
+
+NOTES_CODE = "functx_notes_code"  # an attribute of such a trace function
+_OF_TORCH = {"aten", "prim", "prims"}
+
+
 class _NothingIsReal(_torch.TorchDispatchMode):
     """Traces operations on real tensors instead of running them; a buffer must not change.
 
@@ -152,6 +173,8 @@ class _NothingIsReal(_torch.TorchDispatchMode):
             func = torch.ops.aten.zeros.default
         if types != (_torch.FakeTensor,):
             args, kwargs = torch.utils._pytree.tree_map(self._fake, (args, kwargs))
+        if func.namespace in _OF_TORCH:  # operators of others may have rules in Python
+            return unnoted(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _fake(self, x: Any) -> Any:

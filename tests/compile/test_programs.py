@@ -22,6 +22,8 @@ KINDS = (
     "habits",
     "traps",
     "models",
+    "places",
+    "pullbacks",
 )
 
 

@@ -26,7 +26,7 @@ def jit(f):
 
 # -- what it leaves
 
-KEPT = r"float64 of shape \(3,\), is kept by {}, .*Return it.*clear that"
+KEPT = r"float64 of shape \(3,\), is kept by {} \(.*\), .*Return it.*clear that"
 
 
 class Cached(nn.Module):
