@@ -22,9 +22,9 @@ code, tests, errors and pages cite by number:
   modes and global module hooks the call runs in eager, with a warning.
 - J6. Backward. Only what the backward reads is saved and version-checked. Hooks of captured tensors
   run once. Results that share memory share it. Two forwards before one backward work.
-- J7. As convenient as torch.compile. Partly kept: a jitted module has the attributes of the module,
-  but is not an ``nn.Module``; sizes are symbols with ``dynamic=True`` alone, floats never are;
-  there are no ``mode=`` and ``options=``.
+- J7. As convenient as torch.compile. A jitted module is a module over the same state (`module`).
+  Partly kept: sizes are symbols with ``dynamic=True`` alone, floats never are; there are no
+  ``mode=`` and ``options=``.
 
 The wing reads as four things, and what a call needs around them:
 

@@ -71,7 +71,8 @@ def compiled(
                 "jitted function as an argument of what is measured; for functx.saved_residuals "
                 'use backend="aot_eager", which saves the same.'
             )
-        args[:] = [t.detach() if isinstance(t, Tensor) else t for t in args]
+        if not is_plain:
+            args[:] = [t.detach() if isinstance(t, Tensor) else t for t in args]
         with torch.no_grad(), _torch.without_autocast():
             return ended([*boxed(args)])
 

@@ -44,10 +44,11 @@ from functx._compile.search import (
     read,
 )
 from functx._compile.surroundings import surroundings
-from functx._core import TracingError, describe, name_of
+from functx._core import RematError, TracingError, describe, name_of
 from functx._torch import graphs
 
 _SEED = 0x5EED_F00D
+REFUSALS = TracingError, RematError  # by functx
 _NOTED_BY_TORCH = {"_flat_weights", "_flat_weight_refs"}  # of recurrent layers, at each call
 
 
@@ -278,7 +279,7 @@ def watched(before: Before) -> Iterator[None]:
         with nothing_drawn(found), in_words():
             yield
     except BaseException as error:
-        is_refusal = isinstance(error, TracingError) or graphs.reads_values(error)
+        is_refusal = isinstance(error, REFUSALS) or graphs.reads_values(error)
         changes = [change for change in before.changes() if _is_counted(change)]
         # (The function runs in eager where it has failed, with all of its effects.)
         is_repeated = isinstance(error, Exception) and before.iterators() == iterators

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._compile.effects import Before, Changed, settings_kept, watched
+from functx._compile.effects import REFUSALS, Before, Changed, settings_kept, watched
 from functx._compile.entries import Entries, Entry, Known, Programs, state_key
 from functx._compile.intact import placed_below
 from functx._compile.met import Exchange, Met, refused
+from functx._compile.module import JittedModule, is_plain, jitted_module
 from functx._compile.operation import IN_EAGER, Call, is_mapped, run
 from functx._compile.program import MAKING, Inputs, Outcome, Program, check_class
 from functx._compile.running import Ran, noted, type_of_tensor_in
@@ -83,7 +84,8 @@ def jit(
             is a graph of its own.
 
     Returns:
-        A function that does what ``f`` does; of a module it has the attributes, too.
+        A function that does what ``f`` does. Of a module it is a module of a derived class over the
+        same state (parameters, buffers, hooks, modes, attributes), whose ``forward`` is compiled.
 
     Raises:
         TypeError: ``f`` is not callable, or a custom container of arguments can't be hashed.
@@ -104,6 +106,8 @@ def jit(
         return functools.partial(jit, backend=backend, dynamic=dynamic)
     if not callable(f):
         raise TypeError(f"functx.jit: expected a callable, got {type(f).__name__}.")
+    if isinstance(f, torch.nn.Module) and is_plain(f):
+        return jitted_module(f, functools.partial(Jitted, backend=backend, dynamic=bool(dynamic)))
     return Jitted(f, backend, bool(dynamic))
 
 
@@ -307,7 +311,7 @@ class Jitted:
                 program = Program(
                     flat, inputs, dynamic, torch.is_grad_enabled(), before.settle, noting
                 )
-        except (TracingError, Changed):
+        except (*REFUSALS, Changed):
             raise
         except Exception as error:
             if dynamic or hasattr(error, "functx_went_on"):
@@ -516,7 +520,8 @@ _is_tensor = frozenset({Tensor, torch.nn.Parameter}).__contains__
 @functools.cache
 def _how_of_tensors(n: int) -> Any:
     """The second result of `tree.partition` for a call with ``n`` tensors and nothing else."""
-    return tree.partition(((torch.empty(()),) * n, {}))[1]
+    with unseen():
+        return tree.partition(((torch.empty(()),) * n, {}))[1]
 
 
 def _named(t: Tensor) -> Any:
@@ -541,4 +546,4 @@ def is_compiled(x: Any) -> bool:
     """Whether something is a jitted function, or one of ``torch.compile``."""
     names = "_torchdynamo_orig_callable", "_orig_mod"
     found = attributes(x) or {}
-    return is_of(x, Jitted) or any(name in found for name in names)
+    return is_of(x, (Jitted, JittedModule)) or any(name in found for name in names)

@@ -132,7 +132,8 @@ def test_a_failed_compile_leaves_torch_as_it_was(what):
     for n in (1, 2):  # and nothing is kept of it
         with pytest.raises(ZeroDivisionError, match=what):
             failing(numbers(3, 4))
-        assert (state(), repr(calls)) == (before, f"count({n + 1})")
+        runs = 2 if what == "a function" else 1  # it runs in eager once more
+        assert (state(), repr(calls)) == (before, f"count({n * runs + 1})")
 
 
 def test_what_it_reads_is_read_at_each_call():

@@ -245,7 +245,7 @@ def another_dict_of_an_object(jit):
 @program
 def another_dict_of_a_module(jit):
     first, second = torch.nn.Linear(3, 1).double(), torch.nn.Linear(3, 1).double()
-    f = jit(first)
+    f = jit(lambda x: first(x))
     before = f(X) - first(X)
     first.__dict__ = second.__dict__
     return [before, f(X) - second(X)]
