@@ -11,8 +11,10 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,22 +35,69 @@ INDUCTOR = {
 }
 
 
+@dataclass(frozen=True)
+class Inductor:
+    """Torch's compiler with options of the user's, by name; called as a backend is."""
+
+    options: tuple[tuple[str, Any], ...]
+
+
+def checked_backend(backend: Any, mode: str | None, options: Mapping[str, Any] | None) -> Any:
+    """The backend of `functx.jit` with ``mode=`` and ``options=``, which mean what torch means.
+
+    Raises:
+        ValueError: There is no such mode or option, or functx can't have it.
+    """
+    if mode is None and options is None:
+        return backend
+    if backend != "inductor":
+        raise ValueError("functx.jit: mode= and options= are for the backend inductor alone.")
+    if mode is not None and options is not None:
+        raise ValueError("functx.jit: give mode= or options=, not both (a mode is some options).")
+    modes = compiler.modes()
+    if mode is not None and mode not in modes:
+        raise ValueError(f"functx.jit: mode is {mode!r}, expected one of {(*modes,)}.")
+    given = {**(modes[mode] if mode is not None else options or {})}
+    given = {name.replace("-", "_"): value for name, value in given.items()}
+    if unknown := [name for name in given if not compiler.is_option(name)]:
+        raise ValueError(
+            f"functx.jit: inductor has no option {unknown[0]!r}; "
+            "torch._inductor.list_options() lists them."
+        )
+    if given.pop("triton.cudagraphs", False):
+        raise ValueError(
+            "functx.jit: CUDA graphs are not supported, which "
+            f"{f'mode={mode!r}' if mode else 'triton.cudagraphs'} asks for. Take "
+            'mode="max-autotune-no-cudagraphs", or torch.cuda.make_graphed_callables around.'
+        )
+    for name, value in INDUCTOR.items():
+        if given.get(name, value) != value:
+            raise ValueError(
+                f"functx.jit: {name} has to be {value}, so that a graph keeps its recompute, its "
+                "memory and its random numbers."
+            )
+    return Inductor(tuple(sorted({**given, **INDUCTOR}.items())))
+
+
 def compiled(
-    traced: Traced, backend: Any, is_plain: bool = False
+    traced: Traced, backend: Any, name: str, is_plain: bool = False
 ) -> Callable[[list[Any]], list[Any]]:
     """What runs a graph: from a list of tensors and sizes, which it empties, to its results.
 
-    A plain graph writes to no input and returns none, and so needs no alias of an input.
+    ``name`` is that of the function, for messages. A plain graph writes to no input and returns none,
+    and so needs no alias of an input.
     """
-    n_kept = traced.keep_draws() if isinstance(backend, str) else 0
+    is_inductor = backend == "inductor" or isinstance(backend, Inductor)
+    n_kept = traced.keep_draws() if isinstance(backend, (str, Inductor)) else 0
     module, examples = traced.module(), traced.examples()
     _note_stages(module.graph)
-    notice = noticed("functx.jit: compiling", module.graph)
+    notice = noticed(f"functx.jit: {name}", module.graph)
     # Casts of autocast are in the graph; others would be added to what runs without autocast.
     outside = _torch.without_dispatch_modes(), _torch.cleared_interpreter_stack()
     with notice, outside[0], outside[1], torch.no_grad(), _torch.without_autocast():
-        if backend == "inductor":
-            boxed = compiler.inductor(module, examples, INDUCTOR)
+        if is_inductor:
+            options = dict(backend.options) if isinstance(backend, Inductor) else INDUCTOR
+            boxed = compiler.inductor(module, examples, options)
         else:
             known = compiler.load().lookup_backend(backend) if isinstance(backend, str) else backend
             boxed = _boxed(known(module, examples))
@@ -65,7 +114,7 @@ def compiled(
             finally:
                 _torch.set_grad_enabled(grad)
         modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
-        if backend == "inductor" and any(isinstance(mode, LiveStorages) for mode in modes):
+        if is_inductor and any(isinstance(mode, LiveStorages) for mode in modes):
             raise TypeError(
                 "functx.jit: what inductor compiles can't be followed. For functx.memory pass the "
                 "jitted function as an argument of what is measured; for functx.saved_residuals "
@@ -81,15 +130,40 @@ def compiled(
 
 @contextmanager
 def noticed(what: str, graph: fx.Graph) -> Iterator[None]:
-    """Say on stderr what is being done to a graph, if it takes more than two seconds."""
-    text = f"{what} a graph of {len(graph.nodes)} operations ...\n"
-    timer = threading.Timer(2.0, sys.stderr.write, [text])
-    timer.daemon = True
-    timer.start()
+    """Show on a terminal what is being done to a graph, and for how long, if it takes a while.
+
+    One line stays when it is done. Where stderr is not a terminal, nothing is written.
+    """
+    stream = sys.stderr
+    if not stream.isatty():
+        yield
+        return
+    start, done = time.monotonic(), threading.Event()
+
+    def line() -> str:
+        seconds = time.monotonic() - start
+        return f"{what}, {len(graph.nodes):,} operations, {seconds:.0f} s"
+
+    def show() -> None:
+        wait = _QUICK
+        while not done.wait(wait):
+            stream.write(f"\r{line()} ...")
+            stream.flush()
+            wait = 1.0
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        timer.cancel()
+        done.set()
+        thread.join()
+        if time.monotonic() - start >= _QUICK:
+            stream.write(f"\r{line()}    \n")  # over the dots
+            stream.flush()
+
+
+_QUICK = 2.0  # seconds, in which nothing is shown
 
 
 def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:

@@ -35,6 +35,10 @@ class Programs(dict[Any, list[Any]]):
     """By arguments and surroundings, the programs that there are."""
 
 
+class Traces(list[Any]):
+    """The key and the program of each trace, in their order."""
+
+
 class Entries(list[Any]):
     """The entries of a function, the one that held last first."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, MethodType, ModuleType
 from typing import Any, ParamSpec, TypeVar, overload
@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from functx import _torch
+from functx._compile.backends import checked_backend
 from functx._compile.effects import REFUSALS, Before, Changed, settings_kept, watched
-from functx._compile.entries import Entries, Entry, Known, Programs, state_key
+from functx._compile.entries import Entries, Entry, Known, Programs, Traces, state_key
 from functx._compile.intact import placed_below
 from functx._compile.met import Exchange, Met, refused
 from functx._compile.module import JittedModule, is_plain, jitted_module
 from functx._compile.operation import IN_EAGER, Call, is_mapped, run
 from functx._compile.program import MAKING, Inputs, Outcome, Program, check_class
+from functx._compile.retraces import change
 from functx._compile.running import Ran, noted, type_of_tensor_in
 from functx._compile.search import PLAIN, Search
 from functx._compile.surroundings import alike, around, base_of, described, surroundings
@@ -45,18 +47,34 @@ R = TypeVar("R")
 
 @overload
 def jit(
-    f: Callable[P, R], *, backend: Any = "inductor", dynamic: bool | None = None
+    f: Callable[P, R],
+    *,
+    backend: Any = "inductor",
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[P, R]: ...
 
 
 @overload
 def jit(
-    f: None = None, *, backend: Any = "inductor", dynamic: bool | None = None
+    f: None = None,
+    *,
+    backend: Any = "inductor",
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def jit(
-    f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None, **_others: Any
+    f: Any = None,
+    *,
+    backend: Any = "inductor",
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **_others: Any,
 ) -> Any:
     """Compile ``f``, any stack of transforms and regions, as one graph.
 
@@ -82,6 +100,10 @@ def jit(
             sizes of 0 and 1, and those that the function compares, have graphs of their own. What
             is read otherwise than by arguments keeps its shape. ``None`` or ``False``: each shape
             is a graph of its own.
+        mode: one of ``torch.compile``'s without CUDA graphs: ``"default"``,
+            ``"max-autotune-no-cudagraphs"``. For inductor alone.
+        options: options of inductor, as for ``torch.compile``, in place of a mode. Those that keep
+            the order, the memory and the random numbers of a graph can't be changed.
 
     Returns:
         A function that does what ``f`` does. Of a module it is a module of a derived class over the
@@ -89,6 +111,7 @@ def jit(
 
     Raises:
         TypeError: ``f`` is not callable, or a custom container of arguments can't be hashed.
+        ValueError: ``mode`` or ``options`` are not known, or ask for what functx can't keep.
         functx.TracingError: when called, where a graph can't do what ``f`` does: Python reads the
             value of a tensor, or keeps one that the function makes. Effects are undone.
 
@@ -103,9 +126,10 @@ def jit(
     """
     refuse_options("functx.jit", _others)
     if f is None:
-        return functools.partial(jit, backend=backend, dynamic=dynamic)
+        return functools.partial(jit, backend=backend, dynamic=dynamic, mode=mode, options=options)
     if not callable(f):
         raise TypeError(f"functx.jit: expected a callable, got {type(f).__name__}.")
+    backend = checked_backend(backend, mode, options)
     if isinstance(f, torch.nn.Module) and is_plain(f):
         return jitted_module(f, functools.partial(Jitted, backend=backend, dynamic=bool(dynamic)))
     return Jitted(f, backend, bool(dynamic))
@@ -131,6 +155,8 @@ class Jitted:
         self.function, self.backend, self.dynamic = function, backend, dynamic
         self._programs = Programs()
         self._entries = Entries()
+        self._traces = Traces()
+        self._warned = False
         self._in_eager: Any = None  # why, where it always runs so
         self._needs_numbers = False  # for sizes, though dynamic
         self._filled = False  # a trace has filled something, which the next one may find
@@ -199,7 +225,7 @@ class Jitted:
         program = entry.program
         dynamic = self.dynamic and not self._needs_numbers
         flat = functools.partial(self._flat, how, state, (), _statics(how[1]), False)
-        call = Call(flat, self.backend, dynamic, state)
+        call = Call(flat, self.backend, dynamic, name_of(self.function), state)
         call.real = {program.n + k: t for k, t in enumerate(state) if t.requires_grad}
         call.check = functools.partial(self._check, how, entry, state)
         roots = (self.function, *_statics(how[1]))
@@ -317,7 +343,7 @@ class Jitted:
             if dynamic or hasattr(error, "functx_went_on"):
                 raise
             raise Failed(error) from error
-        program.compile(self.backend)
+        program.compile(self.backend, name_of(self.function))
         self._filled = False
         ran: Ran | None = Ran(codes)
         check_types(codes)
@@ -333,19 +359,14 @@ class Jitted:
         read = [slots[id(captured[k])] for k in order]
         known = Known(program, ran, state_key(found, tensors), found.known, returned, read)
         self._programs.setdefault(key, []).append(known)
-        self._warn_of_traces(key)
+        self._traces.append((key, known))
+        self._warn_of_traces(found)
         return known, found
 
-    def _warn_of_traces(self, last: Any) -> None:
-        every = [(key, known) for key, programs in self._programs.items() for known in programs]
-        if len(every) != 8:  # perhaps a mistake
-            return
-        every.sort(key=lambda one: one[0] == last)  # those of the last key last
-        (key, one), (other_key, other) = every[-2:]
-        pairs = zip((*key[2], *key, *one.key[0]), (*other_key[2], *other_key, *other.key[0]))
-        changed = [f"{describe(a)}, then {describe(b)}" for a, b in pairs if not _is_same(a, b)]
-        what = changed[0] if changed else "what code runs"
-        self._tell(f"the eighth trace, as what is no tensor changes: {what}. {_WAY_OUT}")
+    def _warn_of_traces(self, found: Search) -> None:
+        if not self._warned and (said := change(self._traces, found)) is not None:
+            self._warned = True
+            self._tell(f"it is traced for the third time, as {said} (J7)")
 
     def _check(self, how: Any, entry: Entry, state: Sequence[Tensor]) -> None:
         """Refuse to run the function once more, for a derivative, if its state has changed."""
@@ -532,14 +553,6 @@ def _named(t: Tensor) -> Any:
 def _plain(t: Tensor) -> Tensor:
     """A tensor without pending conjugation or negation, or a wrapper of a level that has ended."""
     return _torch.alive(t).resolve_conj().resolve_neg()
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two parts of signatures are equal; they differ if ``__eq__`` raises."""
-    try:
-        return bool(one == other)
-    except Exception:
-        return False
 
 
 def is_compiled(x: Any) -> bool:

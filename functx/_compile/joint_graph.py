@@ -90,7 +90,7 @@ def remat(gm: fx.GraphModule, *, policy: Any = None, budget: Any = None) -> fx.G
     if budget is None:
         again = joint.not_kept(joint.regions(policy), _asked(policy))
     else:
-        with noticed("functx.graph.remat: a budget for", gm.graph):
+        with noticed("functx.graph.remat: a budget", gm.graph):
             again = _within(joint, checked_budget(budget, "functx.graph.remat"))
     new = fx.GraphModule(gm, joint.rewritten(again))
     new.meta.update(gm.meta)

@@ -56,6 +56,7 @@ class Call:
     flat: Any  # a `Flat`
     backend: Any
     dynamic: bool
+    name: str
     captured: Tensors = ()  # the tensors of the state, in the order of slots
     real: Mapping[int, Tensor] = field(default_factory=dict)  # by number of the input that has it
     check: Callable[[], None] = lambda: None  # raises where the state has changed since
@@ -320,7 +321,7 @@ def program_for(
             inputs = Inputs(bases, tracked, leaves, alike(given), real=call.real)
             with call.watch():
                 program = Program(call.flat, inputs, call.dynamic, records)
-            program.compile(call.backend)
+            program.compile(call.backend, f"{call.name}, pullback")
             programs.append(program)
     return program
 

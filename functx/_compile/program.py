@@ -237,14 +237,14 @@ class Program:
         self._all_in_order: bool | None = None  # whether the graph is given all inputs as they are
         self.holds_for: Callable[[Tensors], bool] = lambda tensors: True
 
-    def compile(self, backend: Any) -> Program:
-        """Compile the graphs; returns the program."""
+    def compile(self, backend: Any, name: str) -> Program:
+        """Compile the graphs of a function of this name; returns the program."""
         traced = self._traced
         if self.differentiated:
             second, self.reads, self.n_sizes = cut(traced, len(self.tracked))
             self.depends = dict(zip(self._found, second.cotangents_read(sum(self.tracked))))
-            self._backward = compiled(second, backend)
-        self._forward = compiled(traced, backend, self._is_plain)
+            self._backward = compiled(second, backend, f"{name}, backward")
+        self._forward = compiled(traced, backend, name, self._is_plain)
         if self.dynamic:
             self.holds_for = graphs.holds_for(traced.examples()[: self.n])
         del self._traced

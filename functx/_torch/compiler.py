@@ -113,6 +113,16 @@ def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any])
     return run
 
 
+def modes() -> dict[str, dict[str, Any]]:
+    """The modes of ``torch.compile``, and the options that each stands for."""
+    return dict(importlib.import_module("torch._inductor").list_mode_options())
+
+
+def is_option(name: str) -> bool:
+    """Whether inductor has an option of this name."""
+    return name in importlib.import_module("torch._inductor").list_options()
+
+
 STAGE = "functx_stage"
 
 

@@ -16,6 +16,7 @@ def counting(traced):
     return lambda module, _: traced.append(module) or module
 
 
+@pytest.mark.filterwarnings("ignore:.*traced for the third time, as the sizes")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_each_shape_is_a_graph_or_one_graph_is_all_shapes(dynamic):
     def f(w, x):

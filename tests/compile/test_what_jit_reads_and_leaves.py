@@ -344,11 +344,41 @@ def test_another_value_traces_again(f, change, monkeypatch):
 def test_a_function_that_is_traced_at_every_call_warns_of_what_changes():
     owner = types.SimpleNamespace(steps=0, scale=2.0)
     jitted = jit(lambda x: x * owner.scale + owner.steps)
-    for steps in range(7):
+    for steps in range(2):
         assert_same(jitted(X), X * 2 + steps)
         owner.steps += 1
-    with pytest.warns(RuntimeWarning, match=r"eighth trace.*: 6, then 7\. Give a tensor"):
-        assert_same(jitted(X), X * 2 + 7)
+    said = r"third time, as steps of SimpleNamespace changes \(0, then 1, then 2\)\. Give a tensor"
+    with pytest.warns(RuntimeWarning, match=said):
+        assert_same(jitted(X), X * 2 + 2)
+    owner.steps += 1
+    assert_same(jitted(X), X * 2 + 3)  # and warns no more
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ([(numbers(n), 2.0) for n in (3, 4, 5)], r"sizes of the arguments.*dynamic=True"),
+        ([(X, k) for k in (2.0, 3.0, 4.0)], r"an argument that is not a tensor changes \(.*4\.0"),
+    ],
+)
+def test_the_third_trace_warns_of_sizes_and_of_arguments(calls, said, monkeypatch):
+    monkeypatch.setattr(compiler_warnings, "_told", set())  # of other tests
+    jitted = jit(lambda x, k: x * k)
+    for x, k in calls[:2]:
+        assert_same(jitted(x, k), x * k)
+    with pytest.warns(RuntimeWarning, match=said):
+        jitted(*calls[2])
+
+
+def test_training_and_evaluation_with_and_without_gradients_warn_of_nothing():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()
+    jitted = jit(lambda x: net(x))
+    for x in (numbers(2, 3), numbers(4, 3)):
+        for grad in (True, False):
+            for training in (True, False):
+                net.train(training)
+                with torch.set_grad_enabled(grad):
+                    jitted(x)
 
 
 def test_what_no_code_that_runs_names_is_no_part_of_a_signature():

@@ -1,0 +1,95 @@
+"""Says what changes where a function is traced again and again.
+
+Several graphs of a function are usual: training and evaluation, with and without gradients, a last
+batch that is smaller. A third value in one place is most often a mistake (a step that is counted, a
+learning rate), or a size. So a warning names the place that has had three values in the last three
+traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from functx._compile.effects import holder_of
+from functx._compile.entries import Known
+from functx._compile.search import PLAIN, Search
+from functx._core import describe, is_of, name_of
+
+_SIZES = "the sizes of the arguments change"
+_DYNAMIC = "Give dynamic=True for one graph of all sizes, or pad to a few sizes"
+_ARGUMENT = "an argument that is not a tensor changes"
+_GIVE_A_TENSOR = "Give a tensor in its place"
+_KEEP = "Give a tensor in its place, or keep it (a counter, say) out of the function's reach"
+
+
+def change(made: Sequence[tuple[Any, Known]], found: Search) -> str | None:
+    """What has had another value in each of the last three traces, and what to do about it.
+
+    Args:
+        made: The key and the program of each trace.
+        found: The state of the last one.
+    """
+    if len(made) < 3:
+        return None
+    last = [[*_parts(key, known)] for key, known in made[-3:]]
+    if len({*map(len, last)}) > 1:
+        return None
+    for parts in zip(*last):
+        what, remedy, _ = parts[-1]
+        values = [value for _, _, value in parts]
+        if any(_are_same(a, b) for a, b in zip(values, (*values[1:], values[0]))):
+            continue
+        what = what or f"{_place(values[-1], found)} changes"
+        shown = ", then ".join(map(_shown, values))
+        return f"{what} ({shown}). {remedy}"
+    return None
+
+
+def _parts(key: Any, known: Known) -> Iterator[tuple[str, str, Any]]:
+    """What a trace depends on, part by part, with words for each."""
+    _, others, kinds, *_ = key
+    yield _SIZES, _DYNAMIC, tuple(_shape(kind) for kind in kinds)
+    for value in others:
+        yield _ARGUMENT, _GIVE_A_TENSOR, value
+    for value in known.key[0]:
+        yield "", _KEEP, value
+
+
+def _shape(kind: Any) -> Any:
+    """The shape in what `described` says of a tensor."""
+    return next((tuple(x) for x in kind if is_of(x, tuple)), ())
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # of a class of the user's
+        return False
+
+
+def _shown(value: Any) -> str:
+    # Values of arguments are pairs of class and value, floats in words.
+    if is_of(value, tuple) and len(value) == 2 and is_of(value[0], type):
+        value = value[1]
+    return describe(value) if not is_of(value, tuple) else " ".join(map(str, value))
+
+
+def _as_in_keys(x: Any) -> Any:
+    """A plain value as the key of a search has it."""
+    return repr(x) if type(x) in (float, complex) else x
+
+
+def _place(value: Any, found: Search) -> str:
+    """The one attribute or variable that holds a value, if only one does."""
+    places = {
+        (id(box), key): (box, key)
+        for box, key, x in found.items
+        if type(x) in PLAIN and _as_in_keys(x) == value and is_of(key, str)
+    }
+    if len(places) != 1:
+        return "what it reads"
+    box, key = next(iter(places.values()))
+    holder = holder_of(box, found)
+    owner = next((x for x in found.held if getattr(x, "__dict__", None) is box), holder)
+    return key if is_of(owner, dict) else f"{key} of {name_of(owner)}"
