@@ -23,8 +23,8 @@ code, tests, errors and pages cite by number:
 - J6. Backward. Only what the backward reads is saved and version-checked. Hooks of captured tensors
   run once. Results that share memory share it. Two forwards before one backward work.
 - J7. As convenient as torch.compile. A jitted module is a module over the same state (`module`).
-  Partly kept: sizes are symbols with ``dynamic=True`` alone, floats never are; there are no
-  ``mode=`` and ``options=``.
+  ``mode=`` and ``options=`` go to the compiler, without CUDA graphs. Compiling shows progress.
+  Partly kept: sizes are symbols with ``dynamic=True`` alone, and floats never are.
 
 The wing reads as four things, and what a call needs around them:
 
@@ -35,7 +35,8 @@ The wing reads as four things, and what a call needs around them:
 - *effects*: `effects` notes what is in reach before a trace, finds what has changed, and undoes it;
   `results` lets results share memory, and `program` writes history after the call.
 
-`jit` ties these together. `tracing` makes a plain graph, `backends` compiles it, `program` is a
+`jit` ties these together, `module` lets a jitted module be one, and `retraces` says what changes.
+`tracing` makes a plain graph, `backends` compiles it, `program` is a
 graph of one signature, and `operation` is what autograd and the transforms around see of it.
 `state` and `intact` keep the models of users intact in other traces (`to_jax`, plans).
 `joint_graph` puts recompute into graphs that others have traced.

@@ -84,8 +84,8 @@ def compiled(
 ) -> Callable[[list[Any]], list[Any]]:
     """What runs a graph: from a list of tensors and sizes, which it empties, to its results.
 
-    ``name`` is that of the function, for messages. A plain graph writes to no input and returns none,
-    and so needs no alias of an input.
+    ``name`` is that of the function, for messages. A plain graph writes to no input and returns
+    none, and so needs no alias of an input.
     """
     is_inductor = backend == "inductor" or isinstance(backend, Inductor)
     n_kept = traced.keep_draws() if isinstance(backend, (str, Inductor)) else 0

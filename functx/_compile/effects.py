@@ -249,6 +249,8 @@ def _is_counted(change: Change) -> bool:
             return False
     elif module.startswith("torch.") and change.old is MISSING:
         return False  # an attribute that is computed when it is asked for (`torch.distributions`)
+    if type(change.key) is weakref.ref and change.key() is _torch.FakeTensor:
+        return False  # `functools.singledispatch` notes which function is that of a class
     old, new = change.old, change.new
     return not (type(old) is type(new) and type(old) in PLAIN and repr(old) == repr(new))
 

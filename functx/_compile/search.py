@@ -232,6 +232,13 @@ class Search:
     def _method(self, x: types.MethodType, kind: Any) -> None:
         self._todo += (x.__self__, None), (x.__func__, None)
 
+    def _bound(self, x: Any, kind: Any) -> None:
+        """A method of a built-in class, such as ``d.get``."""
+        self._by_identity(x)
+        owner = x.__self__
+        if owner is not None and not issubclass(type(owner), (types.ModuleType, type)):
+            self._todo.append((owner, None))
+
     def _partial(self, x: Any, kind: Any) -> None:
         self._todo += (x.keywords, None), (x.args, None), (x.func, None)
         own = _own_attributes(x)
@@ -350,6 +357,7 @@ class Search:
     def _class(self, cls: Any, kind: Any) -> None:
         self._by_identity(cls)
         self._met(cls)
+        self._met(kind)
 
     def _met(self, cls: type) -> None:
         if not is_library_class(cls):
@@ -515,12 +523,16 @@ class Search:
             value = value.__func__
         if type(value) is not types.FunctionType:
             return False
+        if value.__closure__ and is_library_file(value.__code__.co_filename):
+            return True  # a wrapper, such as `once_differentiable`
         return self.ran is None or self.ran.runs(value.__code__)
 
 
 _LOOKS: dict[Any, Callable[[Search, Any, Any], None]] = {
     types.FunctionType: Search._function,
     types.MethodType: Search._method,
+    types.BuiltinMethodType: Search._bound,
+    types.MethodWrapperType: Search._bound,
     functools.partial: Search._partial,
     tuple: Search._tuple,
     list: Search._sequence,

@@ -224,6 +224,52 @@ def names_listed_by_inspect(jit):
     return [first, f(X)]
 
 
+@program
+def property_of_a_metaclass(jit):
+    class Meta(type):
+        k = property(lambda cls: 2.0)
+
+    class C(metaclass=Meta):
+        pass
+
+    f = jit(lambda x: x * C.k)
+    first = f(X)
+    Meta.k = property(lambda cls: 7.0)
+    return [first, f(X)]
+
+
+@program
+def methods_of_containers(jit):
+    d, items = {"k": 2.0, "w": values(3).requires_grad_()}, [1.0]
+    get, item = d.get, items.__getitem__
+    f = jit(lambda x: x * get("k") * item(0) + get("w"))
+    out = [f(X), *gradients(f(X), d["w"])]
+    d["k"] = 3.0
+    out.append(f(X))
+    items[0] = 4.0
+    out.append(f(X))
+    d["w"] = values(3, start=5.0)
+    return [*out, f(X)]
+
+
+@program
+def a_function_of_the_class_of_an_argument(jit):
+    o = types.SimpleNamespace(k=2.0)
+
+    @functools.singledispatch
+    def scaled(x):
+        raise TypeError
+
+    @scaled.register
+    def _(x: torch.Tensor):
+        return x * o.k
+
+    f = jit(lambda x: scaled(x))
+    out = [f(X), f(X)]
+    o.k = 3.0
+    return [*out, f(X)]
+
+
 # -- objects
 
 

@@ -64,6 +64,27 @@ def a_backward_that_is_replaced(jit):
 
 
 @program
+def a_backward_that_is_wrapped(jit):
+    o = types.SimpleNamespace(k=1.0)
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, g):
+            return g * o.k
+
+    w = values(3).requires_grad_()
+    f = jit(lambda x: Once.apply(w * x))
+    out = [*gradients(f(X), w)]
+    o.k = 3.0
+    return [*out, *gradients(f(X), w)]
+
+
+@program
 def what_a_setup_context_reads(jit):
     o = types.SimpleNamespace(k=2.0, m=values(3))
 
