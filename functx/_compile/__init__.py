@@ -24,7 +24,8 @@ code, tests, errors and pages cite by number:
   run once. Results that share memory share it. Two forwards before one backward work.
 - J7. As convenient as torch.compile. A jitted module is a module over the same state (`module`).
   ``mode=`` and ``options=`` go to the compiler, without CUDA graphs. Compiling shows progress.
-  Partly kept: sizes are symbols with ``dynamic=True`` alone, and floats never are.
+  A symbolic size in a text is guarded. Partly kept: sizes are symbols with ``dynamic=True``
+  alone, and floats never are.
 
 The wing reads as four things, and what a call needs around them:
 

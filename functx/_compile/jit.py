@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import os
@@ -30,6 +31,7 @@ from functx._core import (
     TracingError,
     attributes,
     describe,
+    is_internal,
     is_of,
     name_of,
     refuse_options,
@@ -38,7 +40,7 @@ from functx._core import (
     uncompiled,
 )
 from functx._remat import called, is_tracked, sharding, unseen
-from functx._torch import dual_level, graphs
+from functx._torch import dual_level, graphs, process_patches
 
 _WAY_OUT = "Give a tensor in its place, or keep it (a counter, say) out of the function's reach"
 P = ParamSpec("P")
@@ -403,12 +405,16 @@ class Jitted:
             with placed_below(met), graphs.exchanging(met.standin):
                 return Outcome(tree.partition(self.function(*args, **kwargs))[0], met=met)
         met = Met(captured, standin, given, arguments, generators, inside)
+        texts: Any = contextlib.nullcontext()
+        if self.dynamic:
+            texts = process_patches.numbers_in_texts(is_internal)
         with (
             sharding.watching(name, TracingError),
             placed_below(met),
             graphs.exchanging(met.standin),
             settings_kept(),
             graphs.refusing(),
+            texts,
         ):
             _give_attributes(given, arguments)
             before = [_attributes(t) for t in given]

@@ -1,6 +1,6 @@
 """Everything that functx changes in torch or transformers for the whole process.
 
-There are five such changes, listed with their tests on the page ``docs/process_patches.md``:
+There are six such changes, listed with their tests on the page ``docs/process_patches.md``:
 
 - `show_applications`: regions see the arguments of each ``Function.apply`` in their code.
 - `run_control_flow`: in the code of a region, control-flow operators run in Python.
@@ -8,6 +8,8 @@ There are five such changes, listed with their tests on the page ``docs/process_
 - `applying`: while a function is traced for JAX, attribute lookups on custom autograd Functions go
   through functx. No public interface sees ``Function.apply``: it passes through no mode, and user
   code may have bound it to a name long before.
+- `numbers_in_texts`: while `functx.jit` traces symbolic sizes, user code that puts one in a text
+  gets its number, and the graph is for that number. No mode sees ``repr``.
 - `use_mapped_masks`: the mask functions of transformers treat a mask that ``vmap`` maps as if it
   were traced. They have no hook or setting for this.
 
@@ -171,6 +173,36 @@ def applying(hook: Callable[..., Any]) -> Iterator[None]:
             _applying.pop()
             if not _applying:
                 del _Meta.__getattribute__
+
+
+_SYMBOLS: Any = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_NUMBERS = int, float, bool
+
+
+@contextmanager
+def numbers_in_texts(is_internal: Callable[[str], bool]) -> Iterator[None]:
+    """Let symbols be numbers in the texts that user code makes, which guards them.
+
+    Callers have to see to it that one thread at a time does so. ``is_internal`` says which files
+    are not of the user's: torch and functx themselves name symbols in texts.
+    """
+    before = [kind.__repr__ for kind in _SYMBOLS]
+
+    def text_of(number: type, symbol_of: Callable[[Any], str]) -> Callable[[Any], str]:
+        def text(self: Any) -> str:
+            caller = sys._getframe(1)
+            is_users = not is_internal(caller.f_code.co_filename)
+            return repr(number(self)) if is_users else symbol_of(self)
+
+        return text
+
+    for kind, number, own in zip(_SYMBOLS, _NUMBERS, before):
+        kind.__repr__ = text_of(number, own)
+    try:
+        yield
+    finally:
+        for kind, own in zip(_SYMBOLS, before):
+            kind.__repr__ = own
 
 
 def is_mapped(value: Any) -> bool:

@@ -1,5 +1,7 @@
 """Sizes, draws, buffers and results that come twice, in what `functx.jit` compiles."""
 
+import json
+
 import pytest
 import torch
 from cases import numbers
@@ -53,6 +55,35 @@ def test_a_dynamic_graph_serves_what_it_holds_for_alone():
         assert_same(jitted(numbers(n))[0], f(numbers(n))[0])
         assert jitted(numbers(n))[1] == n
     assert len(traced) == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        lambda n: f"{n}",
+        str,
+        repr,
+        lambda n: "%s" % n,  # noqa: UP031
+        lambda n: f"{(n, 2)}",
+        lambda n: f"{n / 2}",
+        lambda n: json.dumps([str(n)]),
+    ],
+)
+def test_a_symbolic_size_in_a_text_is_its_number_and_guarded(text):
+    traced = []
+    f = lambda x: (x * len(text(x.shape[0])), text(x.shape[0]), x.sum() / x.shape[0])
+    jitted = functx.jit(f, backend=counting(traced), dynamic=True)
+    for n in (9, 100, 1000, 9):
+        x = numbers(n)
+        assert_same(jitted(x)[0], f(x)[0], eps=4)
+        assert jitted(x)[1] == f(x)[1]
+    assert len(traced) == 3
+
+
+def test_symbols_have_their_names_again_after_the_trace():
+    before = torch.SymInt.__repr__
+    functx.jit(lambda x: x * len(f"{x.shape[0]}"), backend=as_traced, dynamic=True)(numbers(9))
+    assert torch.SymInt.__repr__ is before
 
 
 def test_sizes_that_a_function_returns_are_those_of_the_call():
