@@ -17,6 +17,7 @@ import gc
 import operator
 import random
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from functx import _torch
 from functx._compile.intact import in_words, is_traced
 from functx._compile.met import refused
+from functx._compile.running import Ran
 from functx._compile.search import (
     CACHE,
     CELL,
@@ -80,10 +82,10 @@ class Change:
 
 
 class Before:
-    """What is in reach before a trace."""
+    """What is in reach before a trace; ``codes`` are those that run in it, as far as noted."""
 
-    def __init__(self, found: Search) -> None:
-        self.found = found
+    def __init__(self, found: Search, codes: Iterable[types.CodeType] = ()) -> None:
+        self.found, self._codes = found, codes
         self._places = [
             (place[0], place[1], place[2], value)
             for place, value in (
@@ -127,7 +129,7 @@ class Before:
             TracingError: A tensor of the trace has been left somewhere.
             Changed: A plain value has changed.
         """
-        changes = [change for change in self.changes() if _is_counted(change)]
+        changes = self.counted()
         holders = [holder_of(change.owner, self.found) for change in changes]
         self.put_back(everything=True)
         for change, holder in zip(changes, holders):
@@ -138,6 +140,19 @@ class Before:
             raise Changed(
                 Change(filled[0], "the cache", MISSING, filled[0], lambda: None), filled[0]
             )
+
+    def counted(self) -> list[Change]:
+        """The changes that the program has made."""
+        return [change for change in self.changes() if self._is_counted(change)]
+
+    def _is_counted(self, change: Change) -> bool:
+        # A thread (tqdm has one) changes its own attributes meanwhile, and waits for conditions.
+        is_threads = issubclass(type(change.owner), threading.Thread)
+        if is_threads and change.key not in Ran({*self._codes}).names:
+            return False
+        if type(holder_of(change.owner, self.found)) is threading.Condition:
+            return False
+        return _is_of_program(change)
 
     def put_back(self, everything: bool) -> None:
         """Undo changes: all, or those that leave tensors of a trace."""
@@ -239,7 +254,7 @@ def _writer(function: Any, x: Any, value: Any) -> Callable[[], None] | None:
     return None
 
 
-def _is_counted(change: Change) -> bool:
+def _is_of_program(change: Change) -> bool:
     """Whether a change is one of the program's, and not a note that torch or functx makes."""
     module = type(change.owner).__module__
     if module.startswith("functx."):
@@ -282,7 +297,7 @@ def watched(before: Before) -> Iterator[None]:
             yield
     except BaseException as error:
         is_refusal = isinstance(error, REFUSALS) or graphs.reads_values(error)
-        changes = [change for change in before.changes() if _is_counted(change)]
+        changes = before.counted()
         # (The function runs in eager where it has failed, with all of its effects.)
         is_repeated = isinstance(error, Exception) and before.iterators() == iterators
         before.put_back(everything=is_refusal or is_repeated)

@@ -315,9 +315,9 @@ class Jitted:
     def _traced(self, key: Any, roots: Any, tensors: Any, how: Any, dynamic: bool) -> Any:
         for t in tensors:
             check_class(t)
-        before = Before(Search(roots))
-        captured = before.found.tensors
         codes: set[Any] = set()
+        before = Before(Search(roots), codes)
+        captured = before.found.tensors
         generators = [*before.found.generators, *_statics(how[1])]
         inside = _torch.functorch_depth() > 0
         flat = functools.partial(self._flat, how, captured, tensors, generators, inside)

@@ -76,6 +76,11 @@ def is_library_file(filename: str) -> bool:
     return root.removesuffix(".py") in LIBRARIES
 
 
+def is_of_package(filename: str) -> bool:
+    """Whether code is of an installed package, and not of the program."""
+    return any(package in filename for package in _PACKAGES)
+
+
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
     """The names in a code object, and its strings that may be names: ``getattr(x, "scale")``."""

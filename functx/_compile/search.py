@@ -44,6 +44,7 @@ from functx._compile.running import (
     is_library,
     is_library_class,
     is_library_file,
+    is_of_package,
     names_in,
     with_inner,
 )
@@ -118,6 +119,7 @@ class Search:
         self._numbers: dict[int, int] = {}
         self._of_tensors: dict[int, int] = {}
         self._named_by_objects: set[str] = set()  # `operator.attrgetter` has names of its own
+        self._lists_subclasses = False
         self._names: set[str] = set(ran.names) if ran else {"forward"}
         self._functions: list[types.FunctionType] = []
         self._classes: dict[type, None] = {}
@@ -453,6 +455,10 @@ class Search:
         functions, self._functions = self._functions, []
         for f in functions:
             for code in with_inner(f.__code__):
+                # (Some package may ask for subclasses, and these reach everything.)
+                asks = "__subclasses__" in code.co_names and not is_of_package(code.co_filename)
+                if asks and (ran is None or code in ran.codes):
+                    self._lists_subclasses = True
                 if ran is None:
                     names |= names_in(code)
                     self._in_space(f.__globals__, code.co_names)
@@ -502,7 +508,7 @@ class Search:
             self.key += sorted(name for name in space if name[:2] == "__")
             if self.ran is None:
                 self.snapshots.append((space, {**space}, cls))
-            if "__subclasses__" in names:
+            if self._lists_subclasses:
                 self.values.append((_subclasses, cls, _subclasses(cls)))
                 self._todo += ((k, None) for k in type.__subclasses__(cls))
         is_function = issubclass(cls, torch.autograd.Function)

@@ -3,6 +3,8 @@
 import collections
 import functools
 import inspect
+import threading
+import time
 import types
 import weakref
 
@@ -250,6 +252,30 @@ def methods_of_containers(jit):
     out.append(f(X))
     d["w"] = values(3, start=5.0)
     return [*out, f(X)]
+
+
+@program
+def a_thread_that_changes_itself(jit):
+    class Beat(threading.Thread):
+        count, scale = 0, 2.0
+
+        def run(self):
+            while not self.done.wait(0.001):
+                self.count = self.count + 1
+
+    def slow(x):
+        time.sleep(0.02)
+        return x * beat.scale
+
+    beat = Beat(daemon=True)
+    beat.done = threading.Event()
+    beat.start()
+    f = jit(slow)
+    out = [f(X), f(X)]
+    beat.scale = 3.0
+    out.append(f(X))
+    beat.done.set()
+    return out
 
 
 @program
