@@ -54,7 +54,7 @@ class Alias:
         if self.conjugates:
             base = base.conj()
         if self.negates:
-            base = torch._neg_view(base)
+            base = _torch.negated_view(base)
         if self.is_whole:
             return base.view_as(base)
         if base.stride() != expected:

@@ -216,6 +216,9 @@ make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # a tensor without 
 is_zero_without_memory = torch.Tensor._is_zerotensor  # zero tangents of forward mode
 is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 
+# A view with the neg bit, as the imaginary part of a conjugate is.
+negated_view = torch._neg_view
+
 # -- operators and modules whose base classes are private
 OpOverload, OpOverloadPacket = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 # Operators whose schema does not name all that they write: in training, the running statistics.

@@ -37,7 +37,8 @@ ATTRIBUTES = {
 SOURCES = {name: path.read_text() for name, path in house.sources().items()}
 PACKAGES = {name for name, path in house.sources().items() if path.name == "__init__.py"}
 OWN = set().union(*(house.own_names(source) for source in SOURCES.values()))
-OWN |= {"_functx_options"}  # of modules, set past their own
+# Of modules, set past their own:
+OWN |= {"_functx_options", "_functx_jit", "_functx_jitted", "_functx_of"}
 
 
 def is_in(module, packages):
