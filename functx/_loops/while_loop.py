@@ -65,7 +65,9 @@ def _region(
     def block(state: Any, examples: Examples | None) -> Any:
         return _block(body, cond, name, state, examples, steps)
 
-    return run(block, (state, examples), {}, Options(name=f"up to {steps} steps of {name}"))
+    # A block may stop at any of its steps, so few runs are like an earlier one.
+    options = Options(name=f"up to {steps} steps of {name}", varies=steps > 1)
+    return run(block, (state, examples), {}, options)
 
 
 def _block(

@@ -169,6 +169,9 @@ class Captures(Listener):
         self.before.append(len(record.starts) - 1)
         return super().log(call)
 
+    def hide(self, why: str) -> None:
+        self.hides = self.hides or why
+
     def set_aside(self, nodes: int) -> None:
         self.inputs.nodes += nodes
 

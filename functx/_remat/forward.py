@@ -348,6 +348,8 @@ def run(
         outer.resume(mark)
         outer.set_aside(_torch.next_sequence_number() - first_node)
         outer.note_inside(follower.calls_made() if log is None else log.calls)
+        if log is not None and not (hasattr(region, "script") and region.script.steps):
+            outer.hide("a region inside that no later run follows")
         outer.give(results)
         outer.give_further([*further])
     if observers.of_runs:

@@ -128,6 +128,9 @@ class Listening:
         """Hang a hook on a tensor, or retain its gradient; not once more on an argument."""
         raise NotImplementedError
 
+    def hide(self, why: str) -> None:
+        """Later runs can't follow this one, for what a region inside does."""
+
     def set_aside(self, nodes: int) -> None:
         """A region inside has made so many nodes: how many depends on whether it was recorded."""
 

@@ -41,6 +41,7 @@ class Options:
     budget: Any = None  # bytes, a share of the peak without remat, or a plan
     contexts: Any = None  # the policy as ``torch.compile`` takes it; ``None`` if there is none
     static: Any = None  # positions and names of arguments that are no tensors
+    varies: bool = False  # whether its calls are others in most runs, so that each is recorded
     plans: Plans | None = field(default=None, compare=False, repr=False)  # for the budget so far
     follows: bool = field(init=False, compare=False, repr=False)  # whether runs follow scripts
     scripts: Any = field(default=None, compare=False, repr=False)  # of its runs; see `script`
@@ -52,7 +53,7 @@ class Options:
         return new
 
     def __post_init__(self) -> None:
-        follows = self.policy is None and self.determinism_check != "none"
+        follows = self.policy is None and self.determinism_check != "none" and not self.varies
         object.__setattr__(self, "follows", follows)
 
 
