@@ -59,7 +59,8 @@ _FLOATS = {float, complex}
 _BUILTINS = vars(builtins).keys()
 CACHE: Any = type(functools.lru_cache(len))  # of functions with a cache
 _ORDERED: Any = collections.OrderedDict()
-_VIEWS: Any = [view for d in ({}, _ORDERED) for view in (d.keys(), d.values(), d.items())]
+_DICTS: Any = ({}, _ORDERED)
+_VIEWS: Any = [view for d in _DICTS for view in (d.keys(), d.values(), d.items())]
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace)  # attributes for the user's code
 _SMALL_ARRAY = 1 << 16  # bytes; a larger one is known by identity
 EXACT = {dict, collections.OrderedDict, list, tuple, collections.deque, types.MappingProxyType}
@@ -510,7 +511,8 @@ class Search:
                 self.snapshots.append((space, {**space}, cls))
             if self._lists_subclasses:
                 self.values.append((_subclasses, cls, _subclasses(cls)))
-                self._todo += ((k, None) for k in type.__subclasses__(cls))
+                subclasses: list[type] = type.__subclasses__(cls)
+                self._todo += [(derived, None) for derived in subclasses]
         is_function = issubclass(cls, torch.autograd.Function)
         everything = self.ran is not None and not names.isdisjoint(_LISTS_NAMES)
         for name, value in [*space.items()]:

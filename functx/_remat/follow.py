@@ -77,7 +77,7 @@ class Follower(TorchFunctionMode, Listening):
     stop = NEVER  # the call at which a ledger begins to listen
     ledger: Any = None  # which has begun
     asleep = False  # the region's code has returned, or a region inside runs
-    heir: Any = None  # the listener that goes on, where a call has departed
+    heir: Listener | None = None  # the listener that goes on, where a call has departed
     at = 0  # how many calls have been made
     ledgers_around: tuple[Any, ...] = ()  # those of the regions around
     open = -1  # the call of that region, in the script; -1 if none runs
@@ -193,7 +193,7 @@ class Follower(TorchFunctionMode, Listening):
 
     def take(self, title: Any, tensors: list[Any]) -> list[Any]:
         if self.heir is not None:
-            return self.heir.take(title, tensors)  # type: ignore[no-any-return]
+            return self.heir.take(title, tensors)
         step = self.steps[self.at]
         due, given = step.call, list[Any]()
         asleep, self.asleep, self.due = self.asleep, True, NO_STEP
@@ -259,7 +259,7 @@ class Follower(TorchFunctionMode, Listening):
     def keep(self, make: Any) -> Tensor:
         """A tensor made of data in a region inside."""
         if self.heir is not None:
-            return self.heir.keep(make)  # type: ignore[no-any-return]
+            return self.heir.keep(make)
         due = self.steps[self.at].call
         return self.keep_as(make, due) if due.func == DATA else self.hand_over().keep(make)
 
@@ -553,6 +553,7 @@ class ForwardFollower(Follower):
     record: Any = None  # a ledger for calls that write
     writes: Writes | None = None
     leaves_grad_mode = True  # in which the region's code has left
+    heir: Captures | None = None
     hooks: Sequence[Any] = ()  # on what was made inside
     others: list[Script] | None = None  # which may be tried where a call departs
     outer: Any = None  # the listener to the region around

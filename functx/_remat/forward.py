@@ -347,9 +347,13 @@ def run(
         outer = outer.listener()
         outer.resume(mark)
         outer.set_aside(_torch.next_sequence_number() - first_node)
-        outer.note_inside(follower.calls_made() if log is None else log.calls)
-        if log is not None and not (hasattr(region, "script") and region.script.steps):
-            outer.hide("a region inside that no later run follows")
+        if log is None:
+            assert follower is not None
+            outer.note_inside(follower.calls_made())
+        else:
+            outer.note_inside(log.calls)
+            if not (hasattr(region, "script") and region.script.steps):
+                outer.hide("a region inside that no later run follows")
         outer.give(results)
         outer.give_further([*further])
     if observers.of_runs:

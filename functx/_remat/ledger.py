@@ -9,10 +9,10 @@ begin again and run everything. So a wrong record costs time, and never a wrong 
 
 Operations are matched within the call of the user's that ran them: how many run there may depend on
 which tapes live. From the first one that does not match to the end of its call, everything runs.
-Where nothing is kept, only the operators are compared, which is quick. So one operation may be taken
-for another of the same operator. What is left out by mistake is noticed when it is read. And if it
-has another shape than what it stands in for, a call departs: then, too, the replay begins again,
-before anybody says that it has departed.
+If nothing is kept, only the operators are compared, which is quick. So one operation may be taken
+for another of the same operator. If something is left out by mistake, the replay notices when it is
+read, and begins again. If the memory handed out has a wrong shape, a call departs: then, too, the
+replay begins again before anybody raises an error.
 
 What a kernel of an extension reads, no mode sees. So nothing is left out where a custom Function is
 on the tape, nor before what last reads memory, made empty or zero, that nothing seen has filled.
