@@ -11,8 +11,8 @@ Operations are matched within the call of the user's that ran them: how many run
 which tapes live. From the first one that does not match to the end of its call, everything runs.
 If nothing is kept, only the operators are compared, which is quick. So one operation may be taken
 for another of the same operator. If something is left out by mistake, the replay notices when it is
-read, and begins again. If the memory handed out has a wrong shape, a call departs: then, too, the
-replay begins again before anybody raises an error.
+read, and begins again. The memory handed out may also have a wrong shape, which may lead to any
+error. So after an error, too, the replay begins again, and runs everything.
 
 What a kernel of an extension reads, no mode sees. So nothing is left out where a custom Function is
 on the tape, nor before what last reads memory, made empty or zero, that nothing seen has filled.

@@ -39,7 +39,7 @@ from functx._remat.calls import (
     same_call,
     sequence_like,
 )
-from functx._remat.ledger import BeginAgain, is_left_out, read_outside
+from functx._remat.ledger import read_outside
 from functx._remat.region import Region
 from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, peek_interpreter
 
@@ -433,8 +433,6 @@ class Listener(TorchFunctionMode, Listening):
 
     def departs(self, call: Call, due: Call | None) -> None:
         """A call is not the one that is expected."""
-        if is_left_out():  # perhaps memory of another shape stands in for what is left out
-            raise BeginAgain
         raise departures.differently(self.region, self, call, due)
 
     def differs(self, call: Call, due: Call) -> None:

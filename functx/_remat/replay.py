@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._core import function_classes, tree, unwrap_for_backward
+from functx._core import ReplayError, function_classes, tree, unwrap_for_backward
 from functx._remat import departures, levels, sharding
 from functx._remat.calls import DATA, RETURN, Call
 from functx._remat.captures import tape_of
 from functx._remat.follow import Differs, Follower
 from functx._remat.generators import Restored
 from functx._remat.guard import StackGuard
-from functx._remat.ledger import BeginAgain, Record, Rerun, ledgers
+from functx._remat.ledger import BeginAgain, Record, Rerun, is_left_out, ledgers
 from functx._remat.listener import Listener, listening
 from functx._remat.observers import observers
 from functx._remat.region import NEVER, Region
@@ -146,6 +146,9 @@ class LateLedger:
             self.region.kept.end()
 
 
+_OF_WRONG_SHAPES = {ReplayError, RuntimeError, IndexError}
+
+
 def replay(
     region: Region,
     level: int,
@@ -189,7 +192,13 @@ def replay(
             attempt = partial(_observed, region.options.name, attempt)
         try:
             result = attempt(None if wanted is None else region.script.ran.live)
-        except BeginAgain:
+        except (BeginAgain, Exception) as error:
+            # If operations were mistaken for others, memory of a wrong shape stands in for what is
+            # left out. Then a call departs, or torch raises an error. So such an error counts only
+            # if the replay raises it without leaving anything out.
+            mistaken = type(error) in _OF_WRONG_SHAPES and is_left_out()
+            if not (mistaken or isinstance(error, BeginAgain)):
+                raise
             entry.cut_back(modes=len(modes))
             if entry.restored is not None:
                 entry.restored.rewind()

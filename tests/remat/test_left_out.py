@@ -290,3 +290,30 @@ def test_python_that_an_inner_replay_runs_reads_what_the_outer_one_computes():
     for _ in range(2):  # the second time, by a plan
         (found,) = torch.autograd.grad(whole(v).sum(), v)
         assert_same(found, expected)
+
+
+library = torch.library.Library("functx_left_out", "DEF")
+library.define("doubled(Tensor x) -> Tensor")
+runs = []
+NUMBER = torch.ones((), dtype=torch.float64)
+
+
+@torch.library.impl(library, "doubled", "CompositeImplicitAutograd")
+def doubled(x):
+    """In its first run it also doubles a number, whose kernel is that of the result."""
+    runs.append("doubled")
+    with torch._C.DisableTorchFunction():
+        if len(runs) == 1:
+            NUMBER.mul(2)
+        return x.mul(2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_operation_may_be_taken_for_another_of_the_same_operator(way):
+    """Memory of that one's shape stands in for its result then, and the replay begins again."""
+    loss = lambda double: lambda x: double(x.sin()).sum()
+    expected = WAYS[way](loss(lambda x: x * 2), numbers(3))
+    runs.clear()
+    region = functx.remat(lambda x: torch.ops.functx_left_out.doubled(x))
+    assert_same(WAYS[way](loss(region), numbers(3)), expected)
+    assert len(runs) > 2

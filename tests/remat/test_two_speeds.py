@@ -798,3 +798,21 @@ def test_a_later_call_runs_code_of_few_files():
     with_a_region = files_that_run(functx.grad(functx.remat(f)), X)
     assert without < with_a_region
     assert len(with_a_region) <= len(without) + 10
+
+
+@pytest.mark.parametrize("level", ["grad", "vmap(grad)", "grad(grad)"])
+def test_torch_is_not_asked_about_leaves_that_functx_asks_for(level, monkeypatch):
+    """It would raise an error for each, which takes longer than all else that a node does."""
+    answers = []
+    plain = _torch.will_run
+
+    def will_run(node):
+        answers.append("raised")
+        answers[-1] = plain(node)
+        return answers[-1]
+
+    monkeypatch.setattr(_torch, "will_run", will_run)
+    region = functx.remat(lambda x, w: (x * w).sin())
+    run = lambda x: LEVELS[level](lambda x: region(x, x.cos()).sum() + region(x, x).sum(), x)
+    same(run(X.clone()), LEVELS[level](lambda x: ((x * x.cos()).sin() + (x * x).sin()).sum(), X))
+    assert "raised" not in answers
