@@ -169,7 +169,7 @@ class Forward:
         if leaves:
             told.untold = "a leaf that no mode sees"
         elif further:
-            told.untold = "a result that leaves otherwise than by return"
+            told.untold = "a tensor that leaves without being returned"
         self.leave_script(told)
         return fresh[:n_results], further
 

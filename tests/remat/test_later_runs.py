@@ -14,7 +14,8 @@ import functx
 
 from .programs import STACKS, same
 
-now = types.SimpleNamespace(step=0, left=[])  # the step, and what leaves otherwise than by return
+# The step, and the tensors that leave without being returned:
+now = types.SimpleNamespace(step=0, left=[])
 LINEAR, V, W = nn.Linear(2, 2).double(), numbers(2, 2, start=3.0), numbers(2, 2, start=4.0)
 cast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=bool(now.step))
 PROGRAMS = {
