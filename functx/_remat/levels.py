@@ -126,7 +126,7 @@ def has_jvp() -> bool:
 
 
 def at_depth(n: int, body: Callable[[], T]) -> T:
-    """What ``body`` returns where only the levels 1 to ``n`` are active."""
+    """Call ``body`` with only the levels 1 to ``n`` active; returns its result."""
     depth = _torch.functorch_depth()
     if depth <= n:
         return body()
@@ -166,7 +166,7 @@ def base_of(t: Tensor) -> Tensor:
 
 
 def inside(t: Tensor, depth: int) -> Tensor:
-    """What ``t`` wraps at the levels above ``depth``."""
+    """The tensor within the wrappers that ``t`` has at the levels above ``depth``."""
     while level_of(t) > depth:
         t = _torch.inner_of(t)
     return t

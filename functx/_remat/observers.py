@@ -1,6 +1,6 @@
-"""Telling tools which regions keep what, and when they run again; or making none.
+"""Observers: tools see what regions save and when they run again, or switch regions off.
 
-What is observed is per thread: a tool that measures sees what its own thread runs.
+Observers are per thread: a tool that measures sees the regions of its thread only.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class _Observers(threading.local):
         self.of_replays: list[Any] = []
         self.of_names: list[Any] = []
         self.of_runs: list[Any] = []
-        self.recorded: dict[Any, Any] = {}  # while these observe; see `runs`
-        self.without: list[Any] = []  # regions are plain calls where it is not empty
-        self.tracers: list[Any] = []  # `forward.run` where regions are to be nodes of a graph
+        self.recorded: dict[Any, Any] = {}  # earlier runs, for `of_runs`; see `runs`
+        self.without: list[Any] = []  # if it is not empty, regions are plain calls
+        self.tracers: list[Any] = []  # replacements of `forward.run` that make nodes of a graph
 
 
 observers = _Observers()
@@ -69,5 +69,5 @@ def on_run(callback: Callable[[str, str], None]) -> Iterator[None]:
 
 
 def no_regions() -> AbstractContextManager[None]:
-    """What is a region elsewhere is a plain call in here."""
+    """In this context, calls of regions are plain calls."""
     return within(observers.without, None)

@@ -1,4 +1,4 @@
-"""Modules whose parameters or activations are spread over processes, and what functx refuses there.
+"""Modules whose parameters or activations are spread over processes, and the errors for them.
 
 NOTE [sharded modules]
 FSDP's hooks put parameters of FSDP's own into the module before each forward, and free them after
@@ -37,7 +37,7 @@ from functx._core import RematError
 from functx._core import tree as _tree
 from functx._torch import sharding
 
-# What torch.distributed calls its work in profiles, where a region sees it begin.
+# The prefixes of torch.distributed's labels in profiles. A region sees a label when work begins.
 _LABELS = {
     "FSDP::": "fully_shard (FSDP2)",
     "FullyShardedDataParallel.": "FullyShardedDataParallel",
@@ -51,13 +51,14 @@ def check(label: str, title: str) -> None:
         if label.startswith(prefix):
             raise RematError(
                 f"remat: {title} is around a module of {kind}, which would communicate again in a "
-                f"replay. Swap the order: make regions inside of it, and leave {kind} outside, as "
-                "functx.apply_remat(module, ...) does, before or after it is wrapped."
+                f"replay. Swap the order: make regions inside of the module, and leave {kind} "
+                "outside. functx.apply_remat(module, ...) does this, before or after the module is "
+                "wrapped."
             )
 
 
 def guarded(f: Any) -> Any:
-    """What a replay runs: of a module with hooks, an error where they swapped its parameters."""
+    """The function for replays; it raises an error if hooks of the module swapped parameters."""
     module: Any = f.__self__ if type(f) is MethodType else None
     is_module = isinstance(module, nn.Module)
     if not is_module or not (module._forward_hooks or module._forward_pre_hooks):

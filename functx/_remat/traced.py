@@ -1,7 +1,7 @@
 """Regions in a traced graph, each kept as one call node.
 
-Where a graph is made by torch's tracer, a region is traced into it as it runs: its operations, and
-those of its replays. What lowers a graph, or differentiates it, must know where the cuts are. Under
+Torch's tracer traces the operations of a region, and those of its replays, into the graph around
+it. But code that lowers or differentiates a graph must know the limits of regions. Under
 `keep_regions` each call of a region, and each pullback of one, becomes one node:
 
 - it calls `remat_region` with a graph of the region as a submodule, and all its inputs at the base
@@ -9,9 +9,9 @@ those of its replays. What lowers a graph, or differentiates it, must know where
 - ``node.meta["functx_region"]`` is a `RegionInfo`;
 - run again, in a trace or in torch, it is a region again.
 
-The region runs twice. First untraced, which finds what it captures. Then its replay from those
-inputs is traced, and what it gives at the base level stands for the first run's results; the nodes
-of autograd and the levels above are put on these.
+The region runs twice. The first run is not traced, and finds the tensors that the region captures.
+Then its replay from these inputs is traced. The results of the replay at the base level take the
+place of the first run's results, and get the nodes of autograd and the levels above.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def batch_being_traced() -> int:
 
 @dataclass(frozen=True)
 class RegionInfo:
-    """What a node of a graph says about its region."""
+    """The description of a region on its node in a graph."""
 
     name: str  # of the function
     policy: Any  # what to save; ``None`` for nothing
@@ -61,7 +61,7 @@ class RegionInfo:
 
 
 def remat_region(module: torch.fx.GraphModule, *operands: Tensor) -> tuple[Tensor, ...]:
-    """What the node of a region calls."""
+    """Run the graph of a region; the node of the region calls this."""
     body = torch.fx.Interpreter(module).run if has_preserved_node_meta() else module
     if not torch.is_grad_enabled() and not observers.tracers:
         return tuple(body(*operands))
@@ -86,7 +86,7 @@ def _run(*args: Any) -> list[Tensor]:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """The region whose code runs takes nothing that runs here for its own: a tracer's work, say."""
+    """Let the region whose code is running ignore the calls in this context, as of a tracer."""
     listener = listening()
     if listener is None:
         yield
@@ -149,7 +149,7 @@ class _Forward(forward.Forward):
 
 
 def _traced(mode: Any, f: Callable[..., Any], *args: Any) -> Any:
-    """What ``f`` returns, as a part of the graph."""
+    """Call ``f`` so that its result is a part of the graph."""
     with mode:
         return f(*args)
 

@@ -1,11 +1,11 @@
 """State that a region writes in place advances once (rule 2).
 
-The forward writes to the program's memory. Before the first write the whole storage is copied; what
-the node keeps of the inputs there are views of that copy. A replay writes to a copy of its own.
+The forward writes to the memory of user code. Before the first write, the whole storage is copied.
+For inputs in that storage, the node saves views of the copy. A replay writes to another copy.
 
-A write that autograd records, to an input that is differentiated, torch refuses: the stand-in is a
-leaf. So what is written to such an input autograd does not record (a weight that is masked under
-``no_grad()``, say), and the copies are on the input's tape in its place.
+torch refuses a write that autograd records to an input that is differentiated, because the stand-in
+is a leaf. So autograd does not record the writes to such an input. An example is a weight that is
+masked under ``no_grad()``. The copies are on the tape of the input in its place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Writes:
         self.before: dict[int, Any] = {}  # by storage: its copy
 
     def about_to_write(self, storage: int) -> None:
-        """An operation is about to write to memory that the region did not make."""
+        """Copy memory that the region did not make, before an operation writes to it."""
         inputs = self._lying_in(storage)
         for i in inputs:
             standin = self.inputs.standins[i]
@@ -53,7 +53,7 @@ class Writes:
         return [*map(self._lying_in, self.before)]
 
     def put_before(self) -> None:
-        """Let the inputs' values be those before the first write."""
+        """Set the saved values of inputs to those before the first write."""
         for storage in self.before:
             for i in self._lying_in(storage):
                 if self.inputs.has_tangent(i):  # there is a copy of the primal only
@@ -87,11 +87,11 @@ def check_written(standins: list[Tensor], constants: list[int], made: set[int], 
 
 
 def copied(standins: list[Tensor], written: Sequence[list[int]]) -> list[Tensor]:
-    """The stand-ins of a replay, with memory of their own where the forward wrote."""
+    """The stand-ins of a replay, with copies of the memory that the forward wrote to."""
     standins = list(standins)
     for numbers in written:
         bases = [levels.base_of(standins[i]) for i in numbers]
-        if _torch.tracing():  # each lies in memory of its own (see `traced`)
+        if _torch.tracing():  # in a trace, inputs do not share memory (see `traced`)
             copies = [levels.at_depth(0, bases[0].clone)]
         else:
             memory = levels.at_depth(0, partial(_copy_of_memory, bases[0]))
