@@ -328,9 +328,9 @@ class Captures(Listener):
             self.record.written.clear()
             check_written(self.standins, self.constants, self.made, self.region.title)
         if func in ENGINE and any(t.grad is not None for t in self.inputs.leaves.values()):
+            what = f"{self.region.title} calls backward(): gradients of its inputs would be lost"
             raise departures.refused(
-                f"{self.region.title} calls backward(): gradients of its inputs would be lost. Use "
-                "torch.autograd.grad, or call backward() outside of the region."
+                f"{what}. Use torch.autograd.grad, or call backward() outside of the region."
             )
         return out
 
