@@ -17,7 +17,7 @@ from functx._remat.node import RegionNode
 
 
 def _not_inside_itself(node: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook``, which raises an error where it is called again before it has returned."""
+    """A hook that calls ``hook``, and raises an error if it is called again before it returns."""
     title, running = node.payload.region.title, set[int]()
 
     def run(*gradients: Any) -> Any:

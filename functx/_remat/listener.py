@@ -145,7 +145,7 @@ class Listening:
     def set_aside(self, nodes: int) -> None:
         """Note how many nodes a region inside has made.
 
-        They are counted apart, because a region that is recorded makes more than one that follows.
+        They are counted apart, because a recorded run makes more nodes than one that follows.
         """
 
 

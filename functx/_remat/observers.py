@@ -56,9 +56,10 @@ def on_name(callback: Callable[[Tensor, str], None]) -> AbstractContextManager[N
 def on_run(callback: Callable[[str, str], None]) -> Iterator[None]:
     """Call ``callback(name, how)`` after each forward of a region.
 
-    It says whether the run has followed a script ("followed"), has departed from it ("departed: at
-    CALL"), or why it was recorded ("recorded: REASON"): the reason is "the first run" where there
-    was none before, in this context, of the region or its function, with inputs of the same kinds.
+    ``how`` says that the run has followed a script ("followed"), that it has departed from one
+    ("departed: at CALL"), or why it was recorded ("recorded: REASON"). The reason is "the first
+    run" if this context has seen no earlier run of the region, or of its function, with inputs of
+    the same kinds.
     """
     with within(observers.of_runs, callback):
         try:

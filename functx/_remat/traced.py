@@ -46,7 +46,7 @@ def keep_regions() -> AbstractContextManager[None]:
 
 
 def batch_being_traced() -> int:
-    """How many examples an operation stands for; 1 unless a policy is to be asked about one."""
+    """The number of examples that an operation stands for; 1 if no policy asks about one."""
     return getattr(_batch, "size", 1)
 
 
@@ -94,7 +94,7 @@ def unseen() -> Iterator[None]:
     listener.sleep()
     for ledger in listener.ledgers:
         if isinstance(ledger, Rerun):
-            ledger.i = ledger.end  # what follows in this call is not that of the forward
+            ledger.i = ledger.end  # the rest of this call does not match the forward
     try:
         yield
     finally:
@@ -102,7 +102,7 @@ def unseen() -> Iterator[None]:
 
 
 class _Forward(forward.Forward):
-    """A run of a region outside of the trace that it is to be a node of."""
+    """A run of a region outside of the trace in which it becomes a node."""
 
     traces = True
 
@@ -120,7 +120,7 @@ class _Forward(forward.Forward):
         return _traced(self.mode, super().lift, *args)
 
     def begin_up(self, fresh: list[Tensor]) -> None:
-        """Make the node; from now on the results, at the base level, are what it gives."""
+        """Make the node. From now on, its results are the results at the base level."""
         region, inputs, tracer = self.region, self.inputs, self.mode.tracer
         operands = inputs.values[0]
         given = [self.writes.given[i] for i in region.written_outside()]
@@ -155,7 +155,7 @@ def _traced(mode: Any, f: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Captures(captures.Captures):
-    """A listener whose inputs are part of the graph around."""
+    """A listener whose inputs are part of the enclosing graph."""
 
     def __init__(self, mode: Any, *args: Any) -> None:
         super().__init__(*args)
@@ -167,7 +167,7 @@ class _Captures(captures.Captures):
     def _is_inside(self, t: Tensor) -> bool:
         base = levels.base_of(t)
         if isinstance(base, _torch.FakeTensor) and self.mode.tracer.unwrap_proxy(base) is base:
-            return True  # neither a value of the graph nor a constant, as what is made outside
+            return True  # tensors from outside are values of the graph, or constants
         return super()._is_inside(t)
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
@@ -175,7 +175,7 @@ class _Captures(captures.Captures):
 
 
 class _Writes(writes.Writes):
-    """Writes to inputs, whose values before are copies in the graph around."""
+    """Writes to inputs. The copies of their earlier values are part of the enclosing graph."""
 
     def __init__(self, mode: Any, *args: Any) -> None:
         super().__init__(*args)
@@ -186,7 +186,7 @@ class _Writes(writes.Writes):
         if len(inputs) > 1:
             raise departures.refused(
                 f"{self.title} is traced, and writes to memory that {len(inputs)} of its arguments "
-                "and captured tensors share. Give it copies, x.clone()."
+                "and captured tensors share. Pass copies, x.clone(), to it."
             )
 
     def value_before(self, i: int, storage: int) -> Tensor:

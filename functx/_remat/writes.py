@@ -59,20 +59,20 @@ class Writes:
                 if self.inputs.has_tangent(i):  # there is a copy of the primal only
                     raise departures.written(self.title, [self.inputs.standins[i]])
                 base = self.value_before(i, storage)
-                # (What is made of data inside may be on the region's own tape by now.)
+                # (A tensor that was made inside, of data, may be on the region's own tape by now.)
                 copy = levels.rebased if i in self.made else _copied_to
                 for k, values in enumerate(self.inputs.values):
                     at = self.inputs.position(i, k)
                     values[at] = copy(values[at], base)
 
     def value_before(self, i: int, storage: int) -> Tensor:
-        """An input, at the base level, as it was."""
+        """The value of an input before the first write, at the base level."""
         base = levels.base_of(self.inputs.standins[i])
         return levels.at_depth(0, partial(_view, base, self.before[storage]))
 
 
 def check_written(standins: list[Tensor], constants: list[int], made: set[int], title: Any) -> None:
-    """A call has written to inputs: no history may have got into ``constants`` (rule 4)."""
+    """Raise an error if a write has put a value with history into a constant (rule 4)."""
     for number in constants:
         standin = standins[number]
         if number in made or not levels.is_tracked(standin):
@@ -81,8 +81,8 @@ def check_written(standins: list[Tensor], constants: list[int], made: set[int], 
             standin.detach_()
         raise departures.refused(
             f"{title} writes a value that requires grad into a tensor of shape "
-            f"{tuple(standin.shape)} that it did not make; its gradient would be lost. Write "
-            "its detach(), or return the value."
+            f"{tuple(standin.shape)} that the region did not make. The gradient of the value would "
+            "be lost. Write value.detach(), or return the value."
         )
 
 
