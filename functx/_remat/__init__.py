@@ -54,7 +54,11 @@ handled in one place:
 - The region changes requires_grad or data of a tensor that it did not make, or registers a hook on
   a captured tensor. `Captures` raises an error. A hook on an argument goes to the caller's tensor
   (`Captures.hang`).
-- The region writes in place to a tensor that is differentiated. `writes` raises an error.
+- The region writes in place to a tensor that is differentiated, or writes a value with history into
+  a constant. `captures` and `call` turn torch's error into one that names the region, and
+  `writes.check_written` finds the second case.
+- The region fills a key-value cache, or changes a container argument that it does not return.
+  `arguments` raises an error.
 - An input requires grad at a level of forward mode, where a region has no node. `region` raises an
   error (`departures.requires_grad_in_forward_mode`).
 - Modules that are sharded over processes swap parameters in hooks. `sharding` raises an error.
