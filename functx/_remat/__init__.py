@@ -14,24 +14,54 @@ run again. Seven rules say all that is promised and asked:
 3. Compared. A replay makes the forward's calls: same functions, order, shapes, dtypes, numbers and
    operands. Python's and NumPy's data that becomes a tensor is kept by place. Versions of inputs
    are compared, values are not. A departure raises `ReplayError`.
-4. Nothing is lost silently. Where a gradient could be lost, an error names the tensor, the line and
-   the way out. (In plain autograd a tensor that leaves otherwise than by return is attached.)
+4. Nothing is lost silently. If a gradient could be lost, an error names the tensor, the line and
+   what to do. (In plain autograd a tensor that leaves without being returned is attached.)
 5. Everything else is the function's own business, and happens again in a replay: lists, dicts,
    counters, globals, files, prints, NumPy arrays, what hooks keep. The engine finds, copies,
    compares or restores Python objects in four places only: closure cells, numbers given to calls,
    the structure of container arguments, and, where asked, the global generators of Python and
    NumPy. No mechanism may be added to that list.
 6. No less memory than it says, no more than it must. A node keeps the inputs that its pullback
-   reads, once, and what the policy names. Memory is freed by dropping references. The pullback
-   recomputes nothing that it does not read.
+   reads, once, and the values that the policy names. Memory is freed by dropping references. The
+   pullback recomputes nothing that it does not read.
 7. Never silently ``f``. A fallback that saves nothing where something is differentiated warns.
 
-After an exception or an interrupt torch is as it was (`guard`).
+After an exception or an interrupt the state of torch is restored (`guard`).
 
 The idea: a region runs once, in the caller's levels, on leaf stand-ins of its inputs (`forward`). A
-function mode (`captures`) sees its calls, and turns foreign tensors into inputs; a dispatch mode
-(`ledger`) sees what ran on which memory. The tape of that run is dropped, and the results get one
-node a level (`node`). A node's backward is a region again: replay, then pull back (`pullback`).
+function mode (`captures`) sees its calls, and turns foreign tensors into inputs. A dispatch mode
+(`ledger`) sees which operation used which memory. The tape of that run is dropped, and the results
+get one node for each level (`node`). A node's backward is a region again: it replays the region,
+then pulls back (`pullback`).
+
+Implementation details of rule 4. A gradient is lost if a tensor on the region's own tape, which is
+dropped, is used outside, or if the region's code uses a tape that functx does not see. Each case is
+handled in one place:
+
+- User code still holds a tensor that the region made, or a stand-in, after the region has finished.
+  `leaving` makes it a further result in plain autograd, and raises an error otherwise. A replay
+  that does not make this tensor raises `departures.not_left`.
+- C++ code reads a leaf that no mode sees. `Captures.leaves_unseen` walks the tape of the results
+  and makes the leaf an input. It raises an error if the tape leads to any other tensor from
+  outside. `replay` raises an error if it then reads another leaf (`departures.other_leaves`).
+- A transform of torch.func is given a captured tensor that requires grad. `Captures.meet` raises an
+  error.
+- The region calls ``backward()``, or differentiates a tensor that was computed outside.
+  `Captures.execute` raises an error.
+- The region calls a pullback that was made outside. `Captures.leaves_unseen` raises an error if
+  something on that tape is differentiated. A replay raises `departures.of_ended_level` if the level
+  of the pullback has ended.
+- The region changes requires_grad or data of a tensor that it did not make, or registers a hook on
+  a captured tensor. `Captures` raises an error. A hook on an argument goes to the caller's tensor
+  (`Captures.hang`).
+- The region writes in place to a tensor that is differentiated, or writes a value with history into
+  a constant. `captures` and `call` turn torch's error into one that names the region, and
+  `writes.check_written` finds the second case.
+- The region fills a key-value cache, or changes a container argument that it does not return.
+  `arguments` raises an error.
+- An input requires grad at a level of forward mode, where a region has no node. `region` raises an
+  error (`departures.requires_grad_in_forward_mode`).
+- Modules that are sharded over processes swap parameters in hooks. `sharding` raises an error.
 """
 
 from functx._remat import control_flow as control_flow

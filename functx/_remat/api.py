@@ -58,40 +58,44 @@ def remat(
     ``remat(f)`` is ``f``: values and derivatives are those of ``f``, in plain ``.backward()`` and
     every stack of transforms of functx or torch.func; only time and memory differ. As with
     ``torch.utils.checkpoint`` and ``jax.checkpoint``, the Python code of ``f`` runs again. Tensors
-    that it reaches otherwise than through its arguments (closures, attributes, globals) get their
-    gradients too, and a replay sees what the forward saw.
+    that it reads without getting them as arguments (from closures, attributes or globals) get their
+    gradients too, and a replay reads the same tensors as the forward.
 
     Args:
-        f: any callable. On a class's method, use it as a decorator. An ``nn.Module`` gives one that
-            shares its parameters, buffers, hooks and submodules. Arguments and results are any
-            pytrees; leaves that are no tensors just pass. ``None`` gives a decorator.
-        policy: what to keep beside the inputs, of what the pullback reads: one of
+        f: Any callable. On a class's method, use `remat` as a decorator. For an ``nn.Module``,
+            `remat` returns a module that shares its parameters, buffers, hooks and submodules.
+            Arguments and results are pytrees; leaves that are not tensors are passed on. For
+            ``None``, `remat` returns a decorator.
+        policy: Which values to save in addition to the inputs, if the pullback reads them: one of
             `functx.checkpoint_policies`, a list of ATen operators, or a function
             ``policy(ctx, op, *args, **kwargs)`` that returns a bool or a
-            ``torch.utils.checkpoint.CheckpointPolicy``. ``None`` keeps nothing.
-        static_argnums: positions of arguments that are no tensors, as in JAX; need not be declared.
-        static_argnames: likewise, by name.
-        preserve_rng_state: replay random numbers as they were drawn: from torch's default
-            generators on every device, and from any other ``torch.Generator``. ``"all"``: from
-            Python's and NumPy's global ones too. ``False`` is right only where nothing is drawn.
-        determinism_check: ``"default"`` raises where the calls of a replay differ from those of the
-            forward. ``"none"`` compares their order alone, not shapes, dtypes and numbers.
-        debug: where a replay departs, show what the forward and the replay called side by side.
-        budget: the most bytes that a call of ``f`` and one pullback of it may have live beside what
-            was there before: an int, a text such as ``"2GiB"``, or, as a float up to 1, a share of
-            what they have without regions. What to recompute is chosen and measured at the first
-            call with new shapes, see `functx.plan`. Other uses may take more: several cotangents at
-            once, derivatives of derivatives, forward mode around it, a pullback that is kept.
-        prevent_cse: accepted for compatibility with JAX; nothing merges a replay with its forward.
+            ``torch.utils.checkpoint.CheckpointPolicy``. ``None`` saves no other values.
+        static_argnums: Positions of arguments that are not tensors, as in JAX. They need not be
+            declared.
+        static_argnames: The same, by name.
+        preserve_rng_state: Whether a replay draws the same random numbers as the forward, from
+            torch's default generators on every device and from any other ``torch.Generator``. With
+            ``"all"``, also from the global generators of Python and NumPy. ``False`` is correct
+            only if ``f`` draws no random numbers.
+        determinism_check: ``"default"`` raises an error if the calls of a replay differ from those
+            of the forward. ``"none"`` compares only their order, not shapes, dtypes and numbers.
+        debug: If a replay departs, show the calls of the forward and of the replay side by side.
+        budget: The most bytes that a call of ``f`` and one pullback of it may have live at a time,
+            in addition to the bytes that were live before: an int, a text such as ``"2GiB"``, or a
+            float up to 1, which is a share of the bytes that they have live without regions. At the
+            first call with new shapes, functx measures and chooses the values to recompute, see
+            `functx.plan`. Other uses may take more: several cotangents at once, derivatives of
+            derivatives, forward mode around it, a pullback that is kept.
+        prevent_cse: Accepted for compatibility with JAX. Nothing merges a replay with its forward.
 
     Returns:
-        A callable (or module) that does what ``f`` does.
+        A callable (or module) that computes the same as ``f``.
 
     Raises:
         TypeError: ``f`` is not callable, or an option has the wrong type.
         ValueError: an option is not known; or, at the call, ``static_argnums`` is out of range.
-        functx.RematError: when called, where the promise can't be kept.
-        functx.ReplayError: when differentiated, where a replay departs from the forward.
+        functx.RematError: at a call that could lose a gradient, or that a region can't support.
+        functx.ReplayError: in the derivative, if a replay departs from the forward.
 
     Example:
         >>> import torch, functx
@@ -108,10 +112,12 @@ def remat(
     """
     validate.refuse_options("remat", _others)
     if _args:
-        raise TypeError("remat: call remat(f)(x), or functx.checkpoint(f, x); options go by name.")
+        raise TypeError(
+            "remat: call remat(f)(x) or functx.checkpoint(f, x), and pass options by keyword."
+        )
     said = static_argnums, static_argnames, preserve_rng_state, determinism_check, debug
     if policy is None and budget is None and all(map(operator.is_, said, _UNSAID)):
-        options = _DEFAULTS  # which need no check (regions of closures are made at each call)
+        options = _DEFAULTS  # no check, to save time: regions of closures are made at each call
     else:
         options = checked_options(
             policy=policy,
@@ -127,9 +133,10 @@ def remat(
 def checked_options(
     caller: str = "remat", policy: Any = None, budget: Any = None, **said: Any
 ) -> Options:
-    """What the user asked ``caller`` for; a ``TypeError`` or ``ValueError`` if no region can do it.
+    """The checked options of a call of ``caller``.
 
-    `remat`, `functx.checkpoint` and `functx.apply_remat` check their options here.
+    `remat`, `functx.checkpoint` and `functx.apply_remat` check their options here. Options that a
+    region does not support raise a ``TypeError`` or a ``ValueError``.
     """
     options = Options(**said)
     known = {"determinism_check": ("default", "none"), "preserve_rng_state": (True, False, "all")}
@@ -139,12 +146,12 @@ def checked_options(
     if getattr(policy, "is_functx_plan", False):
         if budget is not None:
             raise ValueError(
-                f"{caller}: a plan is a policy with a budget; don't give another budget."
+                f"{caller}: a plan is a policy with a budget; don't pass another budget."
             )
         policy, budget = None, policy
     elif budget is not None:
         if policy is not None:
-            raise ValueError(f"{caller}: a budget chooses what to keep; don't give a policy too.")
+            raise ValueError(f"{caller}: a budget chooses what to save; don't pass a policy too.")
         budget = validate.checked_budget(budget, caller)
     policy = policies.as_policy(policy)
     if policy == policies.Everything(False):
@@ -154,7 +161,7 @@ def checked_options(
     return replace(options, policy=policy, contexts=contexts, budget=budget, plans=plans)
 
 
-_UNSAID = (), (), True, "default", False  # how `remat` is called without options
+_UNSAID = (), (), True, "default", False  # the defaults of the options of `remat`
 _DEFAULTS = checked_options(static=None)
 
 
@@ -163,13 +170,13 @@ def _rematted(f: Any, options: Options) -> Any:
     if isinstance(f, nn.Module):
         if not validate.has_forward(f):
             raise TypeError(
-                f"remat: a {type(f).__name__} has no forward of its own. Make a region of each of "
+                f"remat: a {type(f).__name__} does not define a forward. Make a region of each of "
                 "its modules: functx.apply_remat(model, 'layers.*'), or a loop with functx.remat."
             )
         return remat_module(f, options)
     if isinstance(f, (staticmethod, classmethod)):
         return type(f)(_rematted(f.__func__, options))
-    if not callable(f) or isinstance(f, type):  # of a class, its instances are no regions
+    if not callable(f) or isinstance(f, type):  # instances of a class would not be regions
         raise TypeError(f"remat: expected a function or module, got {validate.describe(f)}.")
     validate.warn_if_later(f)
     return Rematted(f, options)

@@ -1,4 +1,4 @@
-"""Arguments of a call: what a region can't have, or has changed (rule 4)."""
+"""Errors for arguments that a region can't support, or that it has changed (rule 4)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functx._core import RematError, tree
 
 
 def check(args: Any, kwargs: Any, name: str) -> None:
-    """Refuse key-value caches, which a replay would read as the forward left them."""
+    """Refuse key-value caches: a replay would read them as the forward has left them."""
     for a in (*args, *kwargs.values()):
         if _is_cache(type(a)):
             said = f"remat: {name} fills a key-value cache, {type(a).__name__}; a replay would find"
@@ -35,7 +35,7 @@ def _is_cache(kind: type) -> bool:
 
 
 def called(f: Any, args: Any, kwargs: Any, name: str, kind: Any = RematError) -> Any:
-    """``f(*args, **kwargs)``; an error where a container changes that is no part of the result."""
+    """Call ``f(*args, **kwargs)``; an error if it changes a container and does not return it."""
     given = [(a, *tree.flatten(a)) for a in (*args, *kwargs.values()) if tree.is_node(a)]
     result = f(*args, **kwargs)
     for container, leaves, spec in given:
@@ -47,6 +47,7 @@ def called(f: Any, args: Any, kwargs: Any, name: str, kind: Any = RematError) ->
         if not any(map(is_it, tree.flatten(result, is_it)[0])):
             raise kind(
                 f"{name} changes an argument, a {type(container).__name__}, and does not "
-                "return it; the caller would not see that. Return it, or what it was given."
+                "return it, so the caller would not see the change. Return the changed container, "
+                "or return the new values."
             )
     return result

@@ -34,7 +34,7 @@ from functx._torch import compiler
 
 
 class Rematted(Wrapper):
-    """A function that is a region at each call; pickles where the function does."""
+    """A function that is a region at each call. It can be pickled if the function can."""
 
     def __init__(self, function: Any, options: Options) -> None:
         if type(function) is types.FunctionType:
@@ -68,12 +68,13 @@ class Rematted(Wrapper):
 
 
 def run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
-    """``f(*args, **kwargs)``, as a region where anything may be differentiated."""
+    """Call ``f(*args, **kwargs)``, as a region if anything may be differentiated."""
     if torch.compiler.is_dynamo_compiling():
         plain, contexts = compiler.in_plain_graph(), options.contexts
         if plain and exporting():
             return f(*args, **kwargs)
-        if plain and contexts is not None:  # the compiler recomputes; it knows no transforms
+        # Without transforms the compiler can recompute by itself.
+        if plain and contexts is not None:
             return torch_checkpoint(f, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         tell("a region")
     return _run(f, args, kwargs, options)
@@ -81,11 +82,11 @@ def run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options)
 
 @uncompiled
 def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
-    # Most processes have no JAX, and each call asks: so this is asked before `backend_of` is.
+    # Most processes do not import JAX. So look for it first: `backend_of` takes longer.
     jax = sys.modules.get("jax")
     if jax is not None and (backend := backend_of("remat", args, kwargs)) is not None:
         if options.budget is not None:
-            raise TypeError("remat: a budget is for torch tensors; JAX arrays can have a policy.")
+            raise TypeError("remat: a budget is for torch tensors; use a policy for JAX arrays.")
         return backend.remat(f, options.policy)(*args, **kwargs)
     undifferentiated = not torch.is_grad_enabled() and not observers.tracers
     if undifferentiated or observers.without or exporting():
@@ -94,12 +95,12 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         return _on_budget[0](f, args, kwargs, options)
     if _torch.dual_level() >= 0 and not levels.has_jvp() and _has_tangents(args, kwargs):
         warnings.warn(
-            f"remat: {options.name} runs without recomputing: its inputs are duals of plain "
-            "torch.autograd.forward_ad, which functx can't follow. Use functx.jvp.",
+            f"remat: {options.name} runs without recomputing, because its inputs are duals of "
+            "plain torch.autograd.forward_ad, which functx can't follow. Use functx.jvp.",
             stacklevel=3,
         )
         return f(*args, **kwargs)
-    title = Title((options.name, *where(inner=3)))  # `_run`, `run` and what has called that
+    title = Title((options.name, *where(inner=3)))  # skip `_run`, `run` and the caller of `run`
     frozen, held = f, None
     if type(f) is not types.FunctionType or f.__closure__ is not None:
         frozen, held = cells.frozen(f)
@@ -114,16 +115,17 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     except RuntimeError as error:
         if _MARKED_DIRTY in str(error):
             raise departures.written(title, []) from error
-        if "no compiled frames" not in str(error):  # torch's, of fullgraph=True
+        if "no compiled frames" not in str(error):  # torch's error for fullgraph=True
             raise
         raise departures.refused(
-            f"{title} calls what is compiled with fullgraph=True (flex_attention, say), but in "
-            "regions compiled functions run in eager. Compile around them, as torch.compile(model)."
+            f"{title} calls a function that is compiled with fullgraph=True (for example "
+            "flex_attention), but compiled functions run in eager mode inside of regions. Compile "
+            "around the regions, as with torch.compile(model)."
         ) from error
 
 
 class Title(tuple[str, types.CodeType, int]):
-    """What messages call a region; its line is looked up when somebody reads it."""
+    """The title of a region in messages. The line is looked up when the title is printed."""
 
     __slots__ = ()
 
@@ -134,14 +136,14 @@ class Title(tuple[str, types.CodeType, int]):
 
 
 _ONLY_TENSORS = frozenset([Tensor])
-# torch's error of a custom Function that has written to a stand-in, which is a leaf where what it
-# is for may be none.
+# torch's error for a custom Function that has written to a stand-in. A stand-in is a leaf, even if
+# the tensor that it stands for is not.
 _MARKED_DIRTY = "a leaf Variable that requires grad has been used in an in-place operation"
 _on_budget: list[Callable[..., Any]] = []
 
 
 def on_budget(runner: Any) -> Any:
-    """Register what runs functions that have a budget."""
+    """Register the function that runs functions with a budget."""
     _on_budget.append(runner)
     return runner
 

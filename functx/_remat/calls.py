@@ -1,11 +1,12 @@
-"""What a region's code calls: the log that replays are compared with.
+"""The log of the calls that a region's code makes. Replays are compared with it.
 
 NOTE [operands]
-Each tensor that a call is given is a *number*: -1 - k for input k of the region, n for the n-th
-result, `INSIDE` for a tensor made inside by what no mode sees (``Function.apply``, an engine).
-Compared are the functions, in their order, the numbers of their operands, what else they are given
-that is a number or a container of numbers, and the shapes and dtypes of what they return. The last
-call of a log is "return", which is given the results.
+The log has a *number* for each tensor that a call is given: -1 - k for input k of the region, n for
+the n-th result, and `INSIDE` for a tensor that was made inside by code that no mode sees
+(``Function.apply``, the autograd engine). A replay must make the same calls in the same order. For
+each call, functx compares the function, the numbers of its operands, its other arguments if they
+are plain values or containers of them, and the shapes and dtypes of its results. The last call of a
+log is "return". Its operands are the results of the region.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from functx import _torch
 from functx._core import contents, tree
 
 INSIDE = 1 << 40
-OUTSIDE = ("made outside",)  # a tape that is pulled back, what is on it, a leaf that is switched
+# In place of the operands of a call that differentiates a tape made outside, or that switches
+# requires_grad of a captured leaf:
+OUTSIDE = ("made outside",)
 RETURN, DATA, NAMED = "return", "a tensor of data", "checkpoint_name"
 CAPTURE = "a capture of a region inside"
 ATOMS = frozenset(
@@ -31,10 +34,11 @@ ATOMS = frozenset(
         *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
     }
 )
-# Looks at a tensor, which need no stand-in: a pullback looks at the results of its own tape.
+# These only look at a tensor, so they are not logged and need no stand-ins. (A pullback looks at
+# the results of its own tape.)
 _GETTERS = """requires_grad grad_fn is_leaf shape dtype device ndim layout _base output_nr _version
 is_cuda is_cpu is_meta is_mps is_xpu is_sparse is_quantized is_nested itemsize nbytes"""
-_SET: list[Any] = [Tensor.grad, Tensor._backward_hooks]  # by torch itself, too
+_SET: list[Any] = [Tensor.grad, Tensor._backward_hooks]  # torch itself sets these, too
 LOOKS = {
     *(getattr(Tensor, name).__get__ for name in _GETTERS.split()),
     *(access for x in _SET for access in (x.__get__, x.__set__, x.__delete__)),
@@ -42,26 +46,27 @@ LOOKS = {
     *(Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),
     *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__, Tensor.__len__),
     *(Tensor.element_size, Tensor.nelement, Tensor.storage_offset, torch.ops.prim.device.default),
-    *(_torch.set_grad_enabled, torch.is_grad_enabled, torch.device),  # (torch's first seed: one)
-    *(f for name, f in vars(torch).items() if name.startswith("sym_")),  # of sizes in a trace
+    # (torch calls `torch.device` when it seeds for the first time.)
+    *(_torch.set_grad_enabled, torch.is_grad_enabled, torch.device),
+    *(f for name, f in vars(torch).items() if name.startswith("sym_")),  # sizes in a trace
 }
-# Hangs something on a tensor, where it requires grad, say; nothing is computed.
+# These attach a hook to a tensor, or make it retain its gradient; they compute nothing.
 HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}
 # Switch requires_grad of a tensor on or off.
 SWITCHES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-# What makes a tensor of Python's or NumPy's data: kept, not made again (rule 3).
+# These make a tensor of Python's or NumPy's data. It is saved, and a replay gets it (rule 3).
 MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.frombuffer}
 MAKERS |= {Tensor.new_tensor}
-# What reads memory behind torch's back.
+# These read memory in a way that no dispatch mode sees.
 READERS = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
 READERS |= {Tensor.untyped_storage, Tensor.__cuda_array_interface__.__get__}
-SPLITS = {torch.tensor_split, Tensor.tensor_split}  # read where to split
-# What reads the numbers in sequences that it is given.
+SPLITS = {torch.tensor_split, Tensor.tensor_split}  # these read a tensor of positions
+# These read the values of 0-dimensional tensors in lists and tuples.
 _SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
 SEQUENCE_READERS = {Tensor.__getitem__, Tensor.__setitem__, Tensor.new}
 SEQUENCE_READERS |= {getattr(torch, f"sparse_{layout}_tensor") for layout in _SPARSE}
 READ = READERS | SPLITS | SEQUENCE_READERS
-_SMALL = 1 << 12  # bytes of an array whose values are kept; larger ones are compared by a hash
+_SMALL = 1 << 12  # bytes: values of arrays up to this size are logged, of larger ones a hash
 
 
 class Call:
@@ -73,27 +78,28 @@ class Call:
     )
 
     def __init__(self, func: Any, given: list[Any]) -> None:
-        self.func = func  # what was called; of a region or a transform, its title
+        self.func = func  # the function, or the title of a region or a transform
         self.grad = torch.is_grad_enabled()
-        # For each argument, those in containers too, the number of a tensor, or a tuple that says
-        # what else it is:
+        # For each argument, and for each item in a container, the number of a tensor, or a tuple
+        # that describes any other object:
         self.given = given
-        # Of each tensor that it returned, its number, shape and dtype (see `Listener._jagged`):
+        # The number, shape and dtype of each tensor that it returned (see `Listener._jagged`):
         self.results: list[tuple[int, Any, torch.dtype]] = []
-        # Of a region inside, its own log; and by its number for a further result, the number here:
+        # For a region inside: its own log, and the numbers here of its further results, by their
+        # numbers there.
         self.inner: list[Call] | None = None
         self.further: dict[int, int] = {}
-        # Of a call that makes a tensor of data, the number of the input that it became:
+        # For a call that makes a tensor of data: the number of the input that it became.
         self.kept: int | None = None
-        # It is given tensors and plain values, one an entry of `given`; and it makes one new tensor
-        # of them, and does no more:
+        # A call is flat if each of its arguments is one entry of `given`: a tensor or a plain
+        # value. It is plain if it also makes one new tensor and has no other effect.
         self.is_flat = self.is_plain = False
-        self.draws = False  # it draws random numbers
-        self.writes = False  # it writes to memory that it has not made
+        self.draws = False  # whether it draws random numbers
+        self.writes = False  # whether it writes to memory that it did not make
 
 
 def in_a_row(args: Any, kwargs: Any) -> list[Any]:
-    """Arguments as `Call.given` lists them."""
+    """Arguments in the order in which `Call.given` lists them."""
     row = [*args]
     for item in kwargs.items():
         row += item
@@ -101,7 +107,7 @@ def in_a_row(args: Any, kwargs: Any) -> list[Any]:
 
 
 def read_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that a function reads behind torch's back."""
+    """The tensors that a function of `READ` reads in a way that no dispatch mode sees."""
     if func in READERS:
         return [args[0]]
     if func in SPLITS:
@@ -111,7 +117,7 @@ def read_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def is_simple(a: Any) -> bool:
-    """Whether an argument is one entry of `Call.given`, that is compared."""
+    """Whether an argument is one entry of `Call.given` and is compared."""
     return isinstance(a, Tensor) or type(a) in ATOMS or is_plain(a)
 
 
@@ -121,9 +127,9 @@ def is_plain(a: Any) -> bool:
 
 
 def listed(a: Any, given: list[Any], place: Callable[..., Any]) -> Any:
-    """Append to ``given`` what an argument is; returns it, with other tensors where need be.
+    """Append the description of an argument to ``given``; returns the argument to call with.
 
-    ``place`` is asked for the number of each tensor, and for what to put there.
+    For each tensor, ``place`` returns its number and the tensor to use for it.
     """
     kind = type(a)
     if kind in ATOMS:
@@ -154,9 +160,9 @@ def listed(a: Any, given: list[Any], place: Callable[..., Any]) -> Any:
 
 
 def sequence_like(kind: Any, new: list[Any]) -> Any:
-    """The items of ``new`` in place of a list or tuple of class ``kind``.
+    """A list or tuple with the items of ``new``, to use for one of class ``kind``.
 
-    The constructor of a derived class is not called: it may take other arguments than the items.
+    The constructor of a derived class is not called, because it may take other arguments.
     """
     if issubclass(kind, list):
         return new
@@ -165,7 +171,7 @@ def sequence_like(kind: Any, new: list[Any]) -> Any:
     return tuple.__new__(kind, new)  # a named tuple
 
 
-# How a plain value is taken out of an instance of a derived class, without calling that class.
+# How to get the plain value of an instance of a derived class, without calling that class.
 _PLAIN_VALUE: dict[type, Callable[..., Any]] = {
     int: int.__pos__,
     float: float.__pos__,
@@ -175,14 +181,14 @@ _PLAIN_VALUE: dict[type, Callable[..., Any]] = {
 
 
 def _value(a: Any) -> Any:
-    """An argument that is no tensor, container or plain value, as far as it is compared.
+    """The part of an argument that is compared, if it isn't a tensor, container or plain value.
 
-    Enum members, ranges, and subclasses of numbers and strings are compared by value, a custom
-    Function by the code of its forward. Of any other function, a generator or any other object
-    only the class is.
+    Enum members, ranges, and subclasses of numbers and strings are compared by value. A custom
+    Function is compared by the code of its forward. For any other object, such as a function or a
+    generator, only the class is compared.
     """
     kind = type(a)
-    if issubclass(kind, FunctionMeta):  # (the class itself may be made anew at each call)
+    if issubclass(kind, FunctionMeta):  # (user code may define the class again at each call)
         return a.__qualname__, getattr(a.forward, "__code__", None)
     if issubclass(kind, (range, enum.Enum)):
         return kind, a
@@ -193,10 +199,10 @@ def _value(a: Any) -> Any:
 
 
 def _array(a: Any) -> Any:
-    """An array or number of NumPy's, as far as it is compared.
+    """The part of a NumPy array or number that is compared.
 
-    A small array is kept as a list, so that a message can show it. A large one is compared by a
-    hash of its bytes. Of an array of Python objects only shape and dtype are compared.
+    A small array is logged as a list, so that a message can show it. A large one is compared by a
+    hash of its bytes. For an array of Python objects only shape and dtype are compared.
     """
     if not hasattr(a, "tobytes"):
         return (type(a),)
@@ -208,7 +214,10 @@ def _array(a: Any) -> Any:
 
 
 def same_function(one: Any, other: Any) -> bool:
-    """Whether two calls are of one function; of functions made anew each time, of one code."""
+    """Whether two functions are the same, or have the same code.
+
+    User code may define a function again in each run.
+    """
     if one is other or one == other:
         return True
     code = getattr(one, "__code__", None)
@@ -216,12 +225,16 @@ def same_function(one: Any, other: Any) -> bool:
 
 
 def same_call(one: Call, other: Call, strict: bool) -> bool:
-    """Whether two calls are of one function and given the same tensors; if strict, all the same."""
+    """Whether two calls are of one function and get the same tensors.
+
+    If ``strict``, their other arguments must be the same, too.
+    """
     if one.grad is not other.grad or not same_function(one.func, other.func):
         return False
     if one.given == other.given:
         return True
-    if strict and (torch.SymInt,) not in one.given + other.given:  # (which is a number by now)
+    # (A symbolic size of a trace may be a plain number in the other run.)
+    if strict and (torch.SymInt,) not in one.given + other.given:
         return repr(one.given) == repr(other.given)  # nan is not nan
     operands, others = ([n for n in c.given if type(n) is int] for c in (one, other))
     return operands == others

@@ -1,13 +1,17 @@
-"""The listener of a forward: foreign tensors become inputs (NOTE [by place]).
+"""The listener of a forward: it turns foreign tensors into inputs (NOTE [by place]).
 
 NOTE [inside or foreign]
-The one decision on which values hang, made in `Captures.meet` and nowhere else. A tensor that is
-neither an input nor a result is
+A tensor that is neither an input nor a result of a call was either made inside of the region, or is
+foreign. This decision determines values. `Captures.meet` makes it, and no other code does:
 
-1. a wrapper of one of those, of a level that has ended or was entered inside: that one;
-2. in memory that the region's operations made, or a view of a stand-in: inside;
-3. on a tape that leads to a stand-in: inside (what ``Function.apply`` returns);
-4. else foreign. Of a wrapper of torch's own transforms, entered inside, what it wraps is foreign.
+1. If the tensor wraps an input or a result, at a level that has ended or that was entered inside,
+   it counts as that input or result.
+2. If it lies in memory that the region's operations made, or is a view of a stand-in, it was made
+   inside.
+3. If it is on a tape that leads to a stand-in, it was made inside. (``Function.apply`` returns such
+   tensors.)
+4. Otherwise it is foreign. If one of torch's own transforms, entered inside, has wrapped it, then
+   the tensor within the wrapper is foreign.
 """
 
 from __future__ import annotations
@@ -31,12 +35,13 @@ from functx._remat.region import Inputs
 from functx._remat.writes import check_written
 from functx._torch.graphs import standin_of
 
-# Change requires_grad of a tensor, to this unless they are told; or (`None`) its data.
+# These change requires_grad of a tensor (to the given value, if they have no argument that says
+# otherwise) or its data (`None`).
 _CHANGES: dict[Any, bool | None] = {
     **{Tensor.detach_: False, Tensor.data.__set__: None},  # type: ignore[attr-defined]
     **dict.fromkeys(SWITCHES, True),
 }
-# Pulls back what it is given, with the closures of that.
+# These run the autograd engine on the tapes of their arguments.
 ENGINE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
@@ -52,7 +57,11 @@ class Captures(Listener):
         first_node: int,
         log: list[Call] | None = None,
     ) -> None:
-        """``log`` is what it must make, where the region around has that no longer at hand."""
+        """Listen to a run of ``region``.
+
+        ``log`` is the log that this run must make. If it is ``None``, the enclosing region
+        (``outer``) is asked for it.
+        """
         expected = log
         if expected is None and outer is not None:
             expected = outer.log_inside()
@@ -60,16 +69,19 @@ class Captures(Listener):
         super().__init__(region, inputs.standins, ledgers, expected)
         self.outer, self.inputs, self.record = outer, inputs, record
         self.wanted = {} if outer is None else outer.wanted_inside()
-        # Savers, of regions around too, whose policies look at operations:
+        # The savers of this region and of enclosing ones whose policies look at operations:
         self.asked = [x.saver for x in ledgers if x.saver is not None and x.saver.asks]
         self.captured: dict[int, int] = {}  # by the id of a foreign tensor, its number as an input
-        self.held: list[Tensor] = []  # so that ids stay what they are
-        self.made: set[int] = set()  # inputs that are made of data
-        self.hooks: list[RemovableHandle] = []  # on what is made inside
-        # Inputs that nobody differentiates:
+        self.held: list[Tensor] = []  # keeps foreign tensors alive, so that their ids stay unique
+        self.made: set[int] = set()  # inputs that were made inside, of Python's or NumPy's data
+        self.hooks: list[RemovableHandle] = []  # hooks on tensors that were made inside
+        # Inputs that are not differentiated:
         self.constants = [i for i, t in enumerate(self.standins) if not levels.is_tracked(t)]
-        self.hides = ""  # what has run that no call tells: a later run can't follow this one
-        self.before: list[int] = []  # for each call, how many came before, in regions inside too
+        # An effect that the log of calls does not show. If there is one, no later run can follow
+        # the script of this one.
+        self.hides = ""
+        # For each call the number of calls before it, with those of regions inside:
+        self.before: list[int] = []
         self.modes = _modes_entered()
         self.first_node = first_node
 
@@ -82,7 +94,7 @@ class Captures(Listener):
         _torch.pop_dispatch_mode(None)
 
     def take_over(self, follower: Any) -> None:
-        """Record from here on a run that has followed a script so far (NOTE [two speeds])."""
+        """Record the rest of a run that has followed a script so far (NOTE [two speeds])."""
         super().take_over(follower)
         self.hooks += follower.hooks
         for number, t in follower.foreign.items():
@@ -95,9 +107,12 @@ class Captures(Listener):
         self.before = [*(follower.script.before or range(follower.at))][: follower.at]
 
     def let_go(self) -> None:
-        """The region has run: who holds a stand-in now, is the program."""
+        """Drop all stand-ins and hooks: the region has finished.
+
+        After this, any remaining reference to a stand-in is held by user code.
+        """
         self.wanted |= {k: self.standins[-1 - k] for k in self.wanted if k < 0}
-        for handle in self.hooks:  # they may hold the tape; a replay hangs them on its own
+        for handle in self.hooks:  # hooks may hold the tape; a replay registers its own
             handle.remove()
         self.hooks.clear()
         self.standins.clear()
@@ -105,21 +120,21 @@ class Captures(Listener):
         self.held.clear()
 
     def leaves_unseen(self, results: list[Tensor]) -> list[Tensor]:
-        """Leaves on the tape that no mode has seen: they become inputs, asked for by themselves.
+        """The leaves on the tape that no mode has seen. They become further inputs.
 
-        Code of C++ that is not called through ``torch.ops`` reads such leaves. On the way it is
-        noted which inputs the results, at all levels, depend on.
+        C++ code that is not called through ``torch.ops`` reads such leaves. The walk over the tape
+        also notes in ``inputs.reached`` which inputs the results depend on, at all levels.
 
         Raises:
-            RematError: the tape leads to something else that was made outside.
+            RematError: the tape leads to a tensor from outside that is not a leaf.
         """
         found: dict[int, Tensor] = {}
         inputs, reached = self.inputs, set[Any](self.inputs.reached or ())
         for node in tape_of(results, self.first_node):
             if isinstance(node, BackwardCFunction) and not hasattr(node, "payload"):
-                self.hides = "a custom Function"  # what it is given
+                self.hides = "a custom Function"  # the log does not show its arguments
                 for ledger in self.ledgers:
-                    ledger.blind = True  # (no mode is told what a custom Function reads)
+                    ledger.blind = True  # no mode sees what a custom Function reads
             leaf = getattr(node, "variable", None)
             if leaf is None:
                 ours = node._sequence_nr() >= self.first_node
@@ -130,9 +145,10 @@ class Captures(Listener):
                 found[id(leaf)] = leaf
             elif not ours:
                 raise RematError(
-                    f"remat: {self.region.title} gives a captured tensor to code of C++ that can't "
-                    "be seen, or calls a pullback made outside; gradients would be lost. Pass it "
-                    "as an argument, or make the pullback inside."
+                    f"remat: {self.region.title} passes a captured tensor to C++ code that functx "
+                    "can't see, or calls a pullback that was made outside of the region. Gradients "
+                    "would be lost. Pass the tensor to the region as an argument, or make the "
+                    "pullback inside of the region."
                 )
         inputs.reached = reached - {None}
         return [*found.values()]
@@ -163,7 +179,7 @@ class Captures(Listener):
         record = self.record
         if not self.hides and call.func not in (CAPTURE, DATA):
             if record.draws_now or record.writes_now:
-                self.hides = "a draw or a write beside the calls"
+                self.hides = "a draw or a write outside of its calls"
             elif _modes_entered() != self.modes:
                 self.hides = "a dispatch mode that it enters"
         self.before.append(len(record.starts) - 1)
@@ -186,7 +202,7 @@ class Captures(Listener):
         return super().give(tensors)
 
     def _handed_through(self, t: Tensor) -> Tensor:
-        """What a transform inside has returned: the stand-in, where it is of a foreign tensor."""
+        """The stand-in, if a transform inside has returned a foreign tensor; otherwise ``t``."""
         value = levels.alive(t)
         if self.number_of(t) is not None or _torch.level_of(value) > self.depth:
             return t
@@ -197,7 +213,7 @@ class Captures(Listener):
     # -- inputs
 
     def admit(self, t: Tensor) -> int:
-        """A further input; returns its number."""
+        """Add a further input; returns its number."""
         number = len(self.standins)
         standin = self.inputs.admit(t)
         if standin is not t or self.number_of(standin) is None:
@@ -221,7 +237,8 @@ class Captures(Listener):
             inner = levels.inside(value, self.depth)
             raise departures.refused(
                 f"{self.region.title} gives a captured tensor of shape {tuple(inner.shape)} to a "
-                "transform of torch.func. Use functx's of the same name, or pass it as an argument."
+                "transform of torch.func. Use functx's transform of the same name, or pass the "
+                "tensor to the region as an argument."
             )
         captured = self.captured.get(id(t))
         if captured is None or due is not None:
@@ -229,7 +246,10 @@ class Captures(Listener):
         return -1 - captured, self.standins[captured]
 
     def _meet_wrapped(self, t: Tensor, due: Any) -> tuple[int, Tensor]:
-        """What a transform of torch.func has wrapped, where nobody differentiates it."""
+        """The number and stand-in for a tensor that a transform of torch.func has wrapped.
+
+        The tensor is not differentiated at the levels of that transform.
+        """
         inner = levels.alive(levels.inside(t, self.depth))
         captured = self.captured.get(id(inner))
         if captured is None or due is not None:
@@ -237,7 +257,7 @@ class Captures(Listener):
         return -1 - captured, self.wrapped_again(t, self.standins[captured])
 
     def capture(self, t: Tensor) -> int:
-        """A foreign tensor becomes an input; returns its number."""
+        """Make a foreign tensor an input; returns its number."""
         value = standin_of(levels.alive(t))
         self.held.append(t)
         if self.outer is not None:
@@ -249,7 +269,8 @@ class Captures(Listener):
         """See NOTE [inside or foreign]."""
         base = levels.base_of(t)
         if self.record.has_made(_torch.storage_of(base)) or id(base._base) in self.inputs.leaves:
-            return True  # (A view that was made without grad mode is on no tape.)
+            # (The tape alone does not decide: a view that was made under no_grad is not on it.)
+            return True
         if not levels.is_tracked(t):
             return False
         leaves = self.inputs.leaves
@@ -259,9 +280,9 @@ class Captures(Listener):
     # -- calls
 
     def changes_leaf(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """See `Listener`; here the leaf is changed. From now on it is another input.
+        """See `Listener`. A forward changes the leaf here; from now on it is another input.
 
-        What is on the region's tape by now, or was made inside, is no such leaf.
+        A tensor that was made inside, or is already on the region's tape, is not such a leaf.
         """
         t, wanted, number = args[0], _wanted(func, args, kwargs), self.number_of(args[0])
         if not t.is_leaf or _torch.level_of(t) > 0:
@@ -269,7 +290,7 @@ class Captures(Listener):
         if number is None:
             if self._is_inside(t) or (not wanted and id(t) in self.captured):
                 return False
-        else:  # a constant is its own stand-in
+        else:  # a captured constant is its own stand-in
             i = -1 - number
             if number >= 0 or i < self.n_args or i in self.made or self.standins[i] is not t:
                 return False
@@ -282,7 +303,10 @@ class Captures(Listener):
         return True
 
     def forget(self, t: Tensor) -> None:
-        """A captured constant has become something else: what meets it next finds another input."""
+        """Forget a captured constant whose requires_grad was changed.
+
+        The next call that reads it makes it another input.
+        """
         if (known := self.known.pop(id(t), None)) is not None and -1 - known[1] in self.constants:
             self.constants.remove(-1 - known[1])
         self.captured.pop(id(t), None)
@@ -305,15 +329,18 @@ class Captures(Listener):
             check_written(self.standins, self.constants, self.made, self.region.title)
         if func in ENGINE and any(t.grad is not None for t in self.inputs.leaves.values()):
             what = f"{self.region.title} calls backward(): gradients of its inputs would be lost"
-            raise departures.refused(f"{what}. Use torch.autograd.grad, or call it outside.")
+            raise departures.refused(
+                f"{what}. Use torch.autograd.grad, or call backward() outside of the region."
+            )
         return out
 
     def _special(self, call: Call, func: Any, args: Any, kwargs: Any) -> None:
         if func in ENGINE:
             if call.given[:1] != [OUTSIDE] and any(map(self._is_given, tree.leaves(args[:1]))):
                 raise departures.refused(
-                    f"{self.region.title} pulls back something that was computed outside, whose "
-                    "tape can't be seen. Compute it inside, or pull it back outside."
+                    f"{self.region.title} differentiates a tensor that was computed outside of the "
+                    "region, whose tape the region can't see. Compute the tensor inside of the "
+                    "region, or differentiate it outside."
                 )
         elif func is _LABEL:
             sharding.check(args[0], self.region.title)
@@ -324,16 +351,17 @@ class Captures(Listener):
         ):
             raise departures.refused(
                 f"{self.region.title} changes requires_grad or data of a tensor that it did "
-                f"not make, of shape {tuple(t.shape)}. Do it outside of the region (if a hook "
-                "does it, put the region inside); what has no grad can be written with copy_(). "
-                "(A leaf that it closes over can be made to require grad.)"
+                f"not make, of shape {tuple(t.shape)}. Do it outside of the region. If a hook does "
+                "it, make a smaller region that the hook is not part of. A tensor that does not "
+                "require grad can be written with copy_(). (A region can call requires_grad_() on "
+                "a leaf that it closes over.)"
             )
 
     def pulls_back_outside(self, args: Any, kwargs: Any) -> bool:
         """See `Listener`. If results depend on something on that tape, `leaves_unseen` finds it.
 
-        What the region is given, or made, it can't have; and `backward()` would add to ``.grad``
-        again in a replay.
+        Tensors that the region was given or has made do not count as outside. Only
+        `torch.autograd.grad` is allowed: in a replay `backward()` would add to ``.grad`` again.
         """
         if self.due is not None:
             return super().pulls_back_outside(args, kwargs)
@@ -341,11 +369,11 @@ class Captures(Listener):
         return all(map(self._is_outside, tree.leaves(outputs)))
 
     def _is_outside(self, x: Any) -> bool:
-        """Whether an output, or its node, was made outside, and is no argument."""
+        """Whether an output, or its node, was made outside, and is not an argument."""
         if hasattr(x, "_sequence_nr"):
             return bool(x._sequence_nr() < self.first_node)
         if not isinstance(x, Tensor):
-            return True  # a number of an edge
+            return True  # the output number of a gradient edge
         return self.number_within(x) is None and not self._is_inside(levels.alive(x))
 
     def hang(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -358,11 +386,12 @@ class Captures(Listener):
             return handle
         if -1 - number >= self.n_args:
             raise departures.refused(
-                f"{self.region.title} hangs a hook on a captured tensor, of shape "
-                f"{tuple(t.shape)}, or asks for its gradient (retain_grad): a replay would not. Do "
-                "it outside of the region, or pass the tensor as an argument."
+                f"{self.region.title} registers a hook on a captured tensor of shape "
+                f"{tuple(t.shape)}, or calls retain_grad() on it. A replay could not repeat that. "
+                "Do it outside of the region, or pass the tensor to the region as an argument."
             )
-        # An argument: it is the program's tensor that the hook is for.
+        # `t` stands in for an argument. The hook must be on the caller's tensor, so that it sees
+        # the whole gradient.
         n = len(self.inputs.frames)
         given = self.inputs.values[n][self.inputs.position(-1 - number, n)]
         if self.outer is not None:
@@ -370,19 +399,22 @@ class Captures(Listener):
         return _torch.hang_on(given, func, *args[1:], **kwargs)
 
     def _is_given(self, t: Any) -> bool:
-        """Whether it is an input itself, no wrapper of it, not made of data inside; or older."""
-        if hasattr(t, "_sequence_nr"):  # a node, of an edge that is pulled back
+        """Whether ``t`` is an input itself, or a node that is older than the region.
+
+        Wrappers of inputs do not count, nor do inputs that were made inside, of data.
+        """
+        if hasattr(t, "_sequence_nr"):  # the node of a gradient edge
             return bool(t._sequence_nr() < self.first_node)
         number = self.number_of(t)
         given = number is not None and number < 0 and -1 - number not in self.made
         return given and t is self.standins[-1 - number]  # type: ignore[operator]
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor made of data, here or in a region inside: kept, as an input (rule 3)."""
+        """Make a tensor of data, here or in a region inside, and save it as an input (rule 3)."""
         return self.keep_made(make() if self.outer is None else self.outer.keep(make))
 
     def keep_made(self, t: Tensor) -> Tensor:
-        """See `keep`: the tensor is made."""
+        """Save a tensor of data, which has been made, as an input (see `keep`)."""
         while _torch.level_of(t) > self.depth:
             t = _torch.inner_of(t)
         self.record.made.pop(_torch.storage_of(t), None)
@@ -395,29 +427,31 @@ class Captures(Listener):
 
 
 def _wanted(func: Any, args: Any, kwargs: Any) -> bool | None:
-    """What a call sets ``requires_grad`` to; ``None`` where it sets something else."""
+    """The value that a call sets ``requires_grad`` to; ``None`` if it sets something else."""
     if func not in SWITCHES:
         return _CHANGES[func]
     return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
 
 
 def _modes_entered() -> int:
-    """How many dispatch modes there are that are no ledgers."""
+    """The number of dispatch modes that are not ledgers."""
     depth = _torch.dispatch_depth()
     return depth and depth - len(all_ledgers())
 
 
-# Torch's error: a stand-in is a leaf where what it is for may be none.
+# Part of torch's error for a write to a leaf. A stand-in is a leaf, even if the tensor that it
+# stands for is not; so the error is replaced by one that tells the user what to do.
 _WRITES_A_LEAF = "is being used in an in-place operation"
 _LABEL = torch.ops.profiler._record_function_enter_new
 _SPECIAL = {*ENGINE, *_CHANGES, _LABEL}
-_MORE = _SPECIAL | READ  # are not plain
+_MORE = _SPECIAL | READ  # calls of these are never `Call.is_plain`
 
 
 def tape_of(tensors: list[Tensor], first: int) -> Any:
-    """The nodes on the tapes of tensors, at all levels, that are not older than ``first``.
+    """The nodes on the tapes of tensors, at all levels.
 
-    Leaves' nodes are among them; older nodes are given, but not followed.
+    Nodes of leaves are among them. Nodes that are older than ``first`` are yielded, but the walk
+    does not go on from them.
     """
     todo: list[Any] = []
     for t in tensors:

@@ -1,13 +1,15 @@
 """Closure cells as they were at the call (rule 1): names bound again must not change a replay.
 
-A replay calls a copy of the function, with cells of its own. Nor may a node hold the caller's,
-which may come to hold the region's results: ``x = remat(lambda t: x + t)(y)`` would be a cycle
-through C++ that nothing collects. Copied are the function, functions that it closes over, partials
-and bound methods; nothing else of Python's is looked into (rule 5).
+A replay calls a copy of the function, with new cells. There is a second reason for this copy. A
+node must not hold the cells of the caller, because they may come to hold the results of the region:
+``x = remat(lambda t: x + t)(y)`` would be a cycle through C++ that is never collected. functx
+copies the function, functions that it closes over, partials and bound methods. It does not look
+into other Python objects (rule 5).
 
-A replay may bind a cell anew (``nonlocal n; n += 1``), so each begins with the cells as they were.
-A function that calls itself calls the copy. But a method's own name is the method, as its class has
-it: layers of transformers ask ``type(self).forward is forward_with_checkpointing``.
+A replay may bind a cell again (``nonlocal n; n += 1``), so each replay begins with the contents at
+the call. A function that calls itself calls the copy. But within a method, the method's name means
+the original, as it is in the class: layers of transformers check
+``type(self).forward is forward_with_checkpointing``.
 """
 
 from __future__ import annotations
@@ -18,21 +20,24 @@ from typing import Any
 
 
 class Wrapper:
-    """What calls a ``function`` of the user's, whose cells are its own, with ``options``."""
+    """The base of objects that call a user's ``function`` with ``options``.
+
+    The cells of such a function are copied, too.
+    """
 
     def __init__(self, function: Any, options: Any) -> None:
         self.function, self.options = function, options
 
 
 class Cells:
-    """The cells of a copy, and what they held at the call."""
+    """The cells of a copy, and their contents at the call."""
 
     def __init__(self, copies: dict[int, Any]) -> None:
         cells = [c for c in copies.values() if type(c) is types.CellType]
         self._held = [(cell, contents_of(cell)) for cell in cells]
 
     def put(self) -> None:
-        """Let the cells hold what they held: a replay begins."""
+        """Restore the contents of the cells, before a replay."""
         for cell, contents in self._held:
             if contents_of(cell) is contents:
                 continue
@@ -46,7 +51,7 @@ UNBOUND = object()
 
 
 def contents_of(cell: types.CellType) -> Any:
-    """What a cell holds; `UNBOUND` if its name is not bound yet, or has been deleted."""
+    """The contents of a cell; `UNBOUND` if its name is not bound yet, or has been deleted."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -54,14 +59,14 @@ def contents_of(cell: types.CellType) -> Any:
 
 
 def frozen(f: Any) -> tuple[Any, Cells | None]:
-    """A copy of ``f`` with cells of its own, and these; ``None`` if it closes over nothing."""
+    """A copy of ``f`` with new cells, and these cells; ``None`` if it closes over nothing."""
     copies: dict[int, Any] = {}
     copy = _frozen(f, copies)
     return copy, Cells(copies) if copies else None
 
 
 def _frozen(x: Any, copies: dict[int, Any], method: bool = False) -> Any:
-    """A copy of a function; anything else itself. ``copies`` are by the id of what they are of."""
+    """A copy of a function; any other object itself. ``copies`` has copies by the original's id."""
     kind = type(x)
     if kind is types.FunctionType:
         return x if x.__closure__ is None else _copied(x, copies, method)
@@ -78,7 +83,7 @@ def _frozen(x: Any, copies: dict[int, Any], method: bool = False) -> Any:
 
 
 def _copied(f: types.FunctionType, copies: dict[int, Any], method: bool) -> Any:
-    """A function, perhaps of a method, with cells of its own."""
+    """A copy of a function with new cells. ``method`` is set for the function of a method."""
     if id(f) in copies:
         return copies[id(f)]
     assert f.__closure__ is not None
@@ -87,7 +92,7 @@ def _copied(f: types.FunctionType, copies: dict[int, Any], method: bool) -> Any:
         copies[id(cell)] = types.CellType()
     closure = tuple([copies[id(cell)] for cell in f.__closure__])
     copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, closure)
-    copies[id(f)] = f if method else copy  # what it knows itself by
+    copies[id(f)] = f if method else copy  # the function that its own name refers to
     copy.__kwdefaults__, copy.__qualname__ = f.__kwdefaults__, f.__qualname__
     copy.__dict__.update(f.__dict__)
     for cell in new:

@@ -1,9 +1,10 @@
 """Control-flow operators of torch inside of regions: they run as the Python that they stand for.
 
-Outside of a graph, ``torch.cond``, ``while_loop``, ``scan``, ``map`` and ``flex_attention`` hand
-themselves to the compiler, which would trace the modes of a region with them, and keep for the rest
-of the process what it found. A region needs no graph: its code runs in Python anyway, and what a
-branch or a step calls, and closes over, are calls and captured tensors of the region as any other.
+Outside of a graph, ``torch.cond``, ``while_loop``, ``scan``, ``map`` and ``flex_attention`` call
+the compiler. It would trace the modes of the region together with the operator, and keep this trace
+for the rest of the process. A region does not need a graph, because its code runs in Python anyway.
+The calls of a branch or a step are calls of the region, and the tensors that it closes over are
+captured tensors of the region.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class _InPython(TorchFunctionMode):
 
 @uncompiled
 def _in_python_in_regions() -> AbstractContextManager[None] | None:
-    """What an operator runs in, in place of the compiler; ``None`` outside of regions."""
+    """The context in which an operator runs as Python; ``None`` outside of regions."""
     return None if listening(heard=True) is None else _in_python()
 
 

@@ -1,4 +1,4 @@
-"""Errors of the engine: what was called, the user's line, both sides, and the way out."""
+"""Errors of the engine. Each names the calls, the line of user code, both runs, and a remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from functx._remat.calls import INSIDE, RETURN, Call, same_call
 
 
 def name_of(func: Any) -> str:
-    """What a message calls a function of torch's."""
+    """The name of a torch function, for a message."""
     if isinstance(func, str):
         return func
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
@@ -28,7 +28,7 @@ def name_of(func: Any) -> str:
 
 
 def described(call: Call | None) -> str:
-    """A call, for a message."""
+    """A call, as a message shows it."""
     if call is None:
         return "nothing more"
     mode = "" if call.grad else " under no_grad"
@@ -50,7 +50,7 @@ def _argument(number: Any) -> str:
 
 
 def differently(region: Any, listener: Any, call: Call, expected: Call | None) -> ReplayError:
-    """What a replay's listener has heard is not what the forward called."""
+    """The error for a call of a replay that differs from the forward's call in the same place."""
     called, due = described(call), described(expected)
     what = f"{called} where the forward called {due}"
     if called == due and expected is not None:
@@ -62,8 +62,9 @@ def differently(region: Any, listener: Any, call: Call, expected: Call | None) -
         at = f"the end of {code.co_filename}:{code.co_firstlineno}" if is_python else "the end"
     by_numbers = expected is not None and same_call(call, expected, strict=False)
     hint = (not by_numbers and _of_cache(region)) or (
-        "What they depend on (globals, counters, files) must be the same: pass it as an argument. "
-        "Random numbers: draw with torch, or give preserve_rng_state='all'."
+        "If the calls depend on a global, a counter or a file, pass that value to the region as an "
+        "argument. If they depend on random numbers, draw them with torch, or give "
+        "preserve_rng_state='all'."
     )
     return ReplayError(
         f"remat: at {at} the replay of {region.title} calls {what}. A replay must make the calls "
@@ -72,7 +73,7 @@ def differently(region: Any, listener: Any, call: Call, expected: Call | None) -
 
 
 def _logs(region: Any, listener: Any, call: Call) -> str:
-    """With ``debug=True``, what the forward and the replay called, side by side."""
+    """With ``debug=True``, the calls of the forward and of the replay, side by side."""
     if not region.options.debug:
         return ""
     made = [c for c in listener.calls if c is not call] + [call]
@@ -87,9 +88,9 @@ def _shapes(call: Call) -> str:
 
 
 def of_parametrizations() -> str:
-    """The hint where parametrized weights may come from the cache of ``parametrize.cached()``.
+    """The hint for parametrized weights that may come from the cache of ``parametrize.cached()``.
 
-    Either that is active now, or the call at hand computes such a weight.
+    It is given if that cache is active now, or if the current call computes such a weight.
     """
     found = _torch.parametrizations_are_cached()
     frame = sys._getframe(1)
@@ -99,21 +100,22 @@ def of_parametrizations() -> str:
     if not found:
         return ""
     return (
-        "If torch.nn.utils.parametrize.cached() was entered around the region: its cache holds a "
-        "weight for one of the forward and the replay, and not for the other. Enter cached() "
-        "inside of the region, or do without it. "
+        "If torch.nn.utils.parametrize.cached() was entered around the region, its cache held a "
+        "weight in the forward and not in the replay, or in the replay and not in the forward. "
+        "Enter cached() inside of the region, or do not use it. "
     )
 
 
 def _of_cache(region: Any) -> str:
-    """The hint where the forward has left a tensor behind."""
+    """The hint if user code still holds a tensor that the forward has made."""
     left = [reference() for reference in region.left_behind if reference is not None]
     shapes = [tuple(t.shape) for t in left if t is not None and not t.requires_grad]
     if not shapes:
         return ""
     return (
-        f"A tensor of shape {shapes[0]} without gradient was made at the first call and kept (a "
-        "lazy cache?): call the function once before, outside of regions, or build it in __init__."
+        f"A tensor of shape {shapes[0]} that does not require grad was made at the first call and "
+        "kept (a lazy cache?). Call the function once before, outside of regions, or build the "
+        "tensor in __init__."
     )
 
 
@@ -126,81 +128,85 @@ def code_of(f: Any) -> Any:
 
 
 def modified(region: Any, error: BaseException | None, shape: Any = None) -> ReplayError:
-    """An input is not what it was."""
+    """The error for an input that was modified after the forward."""
     of_shape = "" if shape is None else f" of shape {tuple(shape)}"
     return ReplayError(
         f"remat: a tensor{of_shape} that {region.title} reads has been modified by an in-place "
-        "operation since the forward: a replay would compute something else. Write to a copy, or "
-        f"after the backward.{f' ({error})' if error else ''}"
+        "operation since the forward, so a replay would compute other values. Write to a copy of "
+        f"the tensor, or write after the backward.{f' ({error})' if error else ''}"
     )
 
 
 def of_ended_level(title: Any) -> RematError:
-    """A replay pulls back what was made outside, at a level that has ended by then."""
+    """The error for a replay that calls a pullback from outside whose level has ended."""
     return refused(
-        f"{title} calls a pullback that was made outside of it, but inside of a transform. That "
-        "has ended when the region is replayed. Make the pullback inside of the region, or outside "
-        "of the transform."
+        f"{title} calls a pullback that was made outside of the region, but inside of a transform. "
+        "The transform has ended before the region is replayed. Make the pullback inside of the "
+        "region, or outside of the transform."
     )
 
 
 def refused(message: str) -> RematError:
-    """Something that a region can't get right, with the line that runs now."""
+    """The error for code that a region can't support, with the line that is running."""
     return RematError(f"remat: at {line_now()}: {message}")
 
 
 def requires_grad_in_forward_mode(t: torch.Tensor) -> RematError:
-    """An input is on a tape of reverse mode at a level of forward mode, where regions have none."""
+    """The error for an input that requires grad at a level of forward mode.
+
+    A region has no node at such a level.
+    """
     return refused(
         f"a region inside of jvp is given a tensor of shape {tuple(t.shape)} that requires grad at "
         "the level of jvp, and no gradient would flow through the region to it: requires_grad_() "
-        "was called on it, or on what it was computed from. Differentiate by functx.grad inside of "
-        "jvp. If it was the hook of Hugging Face's gradient_checkpointing_enable(), call "
+        "was called on it, or on a tensor that it was computed from. Differentiate with "
+        "functx.grad inside of jvp. If the hook of Hugging Face's "
+        "gradient_checkpointing_enable() called requires_grad_(), call "
         "model.disable_input_require_grads()."
     )
 
 
 def written(title: Any, operands: Any) -> RematError:
-    """An input with history is written in place."""
+    """The error for a write in place to an input that is differentiated."""
     shapes = [f" of shape {tuple(t.shape)}" for t in operands if isinstance(t, torch.Tensor)]
     return refused(
         f"{title} writes in place to an argument or captured tensor{''.join(shapes[:1])} that is "
-        "differentiated. Work on a copy, x.clone(), and return it."
+        "differentiated. Write to a copy, x.clone(), and return the copy."
     )
 
 
 def drawn_by_others(region: Any, generator: torch.Generator) -> ReplayError:
-    """A generator was not left as in the forward."""
+    """The error for a generator that the replay leaves in another state than the forward."""
     return ReplayError(
-        f"remat: the replay of {region.title} leaves the generator of {generator.device} otherwise "
-        "than the forward did: another thread, say, drew from it in between. Give each thread a "
-        "torch.Generator of its own."
+        f"remat: the replay of {region.title} leaves the generator of {generator.device} in "
+        "another state than the forward did. Perhaps another thread has drawn from it in the "
+        "meantime. Give each thread its own torch.Generator."
     )
 
 
 def not_left(region: Any) -> ReplayError:
-    """What left the forward otherwise than by return is not there."""
+    """The error for a tensor that left the forward without being returned, and is now missing."""
     return ReplayError(
         f"remat: the replay of {region.title} does not make a tensor that left the forward "
-        "otherwise than by return. Return it from the region."
+        "without being returned. Return it from the region."
     )
 
 
 def other_leaves(region: Any, leaf: torch.Tensor | None) -> ReplayError:
-    """Code that no mode sees has read another parameter than in the forward."""
+    """The error for code that no mode sees, if it reads another leaf than in the forward."""
     of_shape = "" if leaf is None else f" of shape {tuple(leaf.shape)}"
     return ReplayError(
-        f"remat: code of C++ in {region.title}, which no mode sees, has read a tensor{of_shape} in "
-        "the forward, and does not in the replay. (Parameters of functional_call are there as long "
-        "as it runs.) Pass the tensor to the region as an argument."
+        f"remat: C++ code in {region.title}, which no mode sees, has read a tensor{of_shape} in "
+        "the forward, and does not read it in the replay. (The parameters that functional_call "
+        "sets are gone when it returns.) Pass the tensor to the region as an argument."
     )
 
 
 def other_wrapped(region: Any, t: torch.Tensor) -> ReplayError:
-    """A transform of torch's is given another tensor than in the forward."""
+    """The error for a transform of torch.func that gets another tensor than in the forward."""
     return ReplayError(
         f"remat: at {line_now()}: a transform of torch.func in {region.title} is given another "
-        f"tensor of shape {tuple(t.shape)} than in the forward: the program has bound its name, or "
-        "the attribute that holds it, to another one. Use functx's transform of the same name, or "
-        "pass the tensor to the region as an argument."
+        f"tensor of shape {tuple(t.shape)} than in the forward. User code has assigned another "
+        "tensor to the variable or the attribute that held it. Use functx's transform of the same "
+        "name, or pass the tensor to the region as an argument."
     )

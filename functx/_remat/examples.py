@@ -1,9 +1,10 @@
-"""What one example of a batch would run: policies are asked about that.
+"""The operations of one example of a batch, for the questions to a policy.
 
 NOTE [one example]
-Below vmap operations are batched, but a policy is asked about one example. So a call under vmap is
-made beforehand on meta tensors of one example's shapes. The policy is asked about what this runs;
-what really runs is matched by order, kind and size. Only what is kept depends on it, never a value.
+Below vmap operations are batched, but a policy is asked about the operations of one example. So a
+call under vmap is first made on meta tensors with the shapes of one example. The policy is asked
+about the operations of that call. Then the real operations are matched with them by order, kind and
+size. A wrong match changes only which values are saved, and never a value.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from functx._remat.operators import tensors_in
 
 
 def expect(savers: Sequence[Any], func: Any, args: Any, kwargs: Any) -> None:
-    """A call is about to be made: tell what it runs for one example, if it is batched."""
+    """Give the savers the operations of one example, before a call that is batched."""
     ran = None
     if any(frame.kind is levels.VMAP for frame in levels.frames()):
-        with suppress(RuntimeError, TypeError, ValueError):  # only values tell
+        with suppress(RuntimeError, TypeError, ValueError):  # the call may need the values
             ran = levels.at_depth(0, partial(_run_one, func, args, kwargs))
     for saver in savers:
         saver.examples = None if ran is None else [Value(*operation) for operation in ran]
 
 
 class _Example(_torch.TorchDispatchMode):
-    """Writes down what runs on the meta device."""
+    """Records operations, and runs them on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()

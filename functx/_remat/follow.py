@@ -1,12 +1,14 @@
-"""A run that follows a script: each call is compared before it is made; nothing is written down.
+"""A run that follows a script: each call is compared before it is made, and nothing is recorded.
 
-The tensors that the script numbers are held, weakly, in a list: what is a look into a dict by id
-for a recorder is one comparison here. At the first call that departs from the script, stand-ins,
-references and calls so far are handed over, once, to a listener that knows how to go on: in a
-forward to the recorder (`captures`), in a replay to what compares and raises (`replay`).
+The follower has a list of weak references to the tensors that the script numbers. So it finds out
+with one comparison whether an operand is the expected one, where a recorder looks into a dict. At
+the first call that departs from the script, the follower hands its stand-ins, references and calls
+over to another listener, which goes on. In a forward this is the recorder (`captures`). In a replay
+it is a listener that compares calls and raises errors (`replay`).
 
-What runs at each operation, or at each call of a region, is written for speed: list comprehensions
-where a generator would read better, attributes of the class for what is rarely set.
+Code that runs at each operation, or at each call of a region, is written for speed. It has list
+comprehensions where a generator would read better, and defaults on the class for attributes that
+are rarely set.
 """
 
 from __future__ import annotations
@@ -53,69 +55,70 @@ from functx._remat.script import NO_STEP, Partly, Script, Step
 from functx._remat.writes import Writes, check_written
 from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, peek_interpreter
 
-# Whether one of these draws or writes does not depend on the numbers that it is given.
+# The types of functions whose draws and writes do not depend on numbers among their arguments.
 _METHODS = (type(Tensor.add), type(Tensor.__add__))
 _NO_CALLS = {*MAKERS, *HOOKS, saving.shown}
 
 
 class Differs(Exception):
-    """An operand is not what the script has."""
+    """An operand is not the one in the script."""
 
 
 class StartOver(BaseException):
-    """A pullback makes a call while the engine runs; see NOTE [pullbacks] in `script`."""
+    """A pullback made a call while the engine was running; see NOTE [pullbacks] in `script`."""
 
 
 class Follower(TorchFunctionMode, Listening):
     """Compares the calls of a run with those of a script.
 
-    For a region inside (NOTE [nests] in `script`) it is also a ledger, which is told of each call
-    of that region. The ledger of a recorded run counts those calls. So a follower counts them, too:
-    if it hands over, the recorder goes on with the right number.
+    For a region inside (NOTE [nests] in `script`) it also acts as a ledger, which is notified of
+    each call of that region. The ledger of a recorded run counts those calls. So a follower counts
+    them, too: if it hands over, the recorder goes on with the right number.
     """
 
     stop = NEVER  # the call at which a ledger begins to listen
-    ledger: Any = None  # which has begun
-    asleep = False  # the region's code has returned, or a region inside runs
-    heir: Listener | None = None  # the listener that goes on, where a call has departed
-    at = 0  # how many calls have been made
-    ledgers_around: tuple[Any, ...] = ()  # those of the regions around
-    open = -1  # the call of that region, in the script; -1 if none runs
-    calls_inside = 0  # how many calls that has made since the last one of this region
-    saver: Any = None  # (as a ledger has one)
-    given: Sequence[Any] = ()  # when stand-ins have been dropped, they, weakly
-    # Inputs that a call has returned as other Python objects, ``x.to(x.dtype)`` at a level, say:
-    # by their ids, weakly, and the number of the input.
+    ledger: Any = None  # the ledger, if it has begun
+    asleep = False  # whether the region's code has returned, or a region inside is running
+    heir: Listener | None = None  # the listener that goes on after a call has departed
+    at = 0  # the number of calls so far
+    ledgers_around: tuple[Any, ...] = ()  # the ledgers of enclosing regions
+    open = -1  # the position, in the script, of the call of the region inside; -1 for none
+    calls_inside = 0  # how many calls that region has made since the last call of this one
+    saver: Any = None  # (ledgers have this attribute)
+    given: Sequence[Any] = ()  # weak references to the stand-ins, set when they are dropped
+    # Inputs that a call has returned as other Python objects. For example, at a level
+    # ``x.to(x.dtype)`` is a new wrapper. By the id of such an object, a weak reference to it and
+    # the number of the input.
     returned_again: Mapping[int, Any] = MappingProxyType({})
 
     region: Region
     n_args: int
     norms: int
-    due: Step  # the call that is expected next; `NO_STEP` where none is
-    depth: int  # how many levels there were when the region began
-    modes: int  # and how many dispatch modes
+    due: Step  # the call that is expected next; `NO_STEP` if no call is expected
+    depth: int  # the number of levels when the region began
+    modes: int  # the number of dispatch modes when the region began
     script: Script
     steps: Sequence[Step]
     standins: list[Tensor]
-    refs: list[Any]  # by number, weakly, what was returned
-    numbers: dict[int, int]  # by the id of a result, which may be gone
+    refs: list[Any]  # by number, weak references to the results of calls
+    numbers: dict[int, int]  # by the id of a result, its number; the result may be gone
 
-    # -- what a forward and a replay do in their own ways
+    # -- methods that differ between a forward and a replay
 
     def hand_over(self) -> Listener:
-        """A call departs: what goes on from here, also with later calls."""
+        """Hand over at a call that departs; returns the listener for this call and later ones."""
         raise NotImplementedError
 
     def standin_for(self, t: Tensor, number: int) -> Tensor:
-        """The stand-in to put in the place of ``t``, where input ``number`` is due."""
+        """The stand-in to use for ``t``, if input ``number`` is expected here."""
         raise NotImplementedError
 
     def keep_as(self, make: Any, due: Call) -> Tensor:
-        """A tensor made of data, which a call is expected to make."""
+        """The tensor of data that the expected call ``due`` makes."""
         raise NotImplementedError
 
     def execute(self, due: Call, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call that is not plain."""
+        """Make a call that is not plain (see `Call.is_plain`)."""
         if func in READ:
             read_outside(read_by(func, args, kwargs))
         if self.norms and func in NORMALISATIONS:
@@ -123,13 +126,13 @@ class Follower(TorchFunctionMode, Listening):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def hang_on_result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Hang a hook on a result."""
+        """Register a hook on a result."""
         return func(*args, **kwargs)
 
     def watch(self) -> None:
-        """The call at which a ledger is to begin to listen has come."""
+        """Let the ledger begin to listen, if it may: the call `stop` has come."""
 
-    # -- what both do
+    # -- methods that both share
 
     def listener(self) -> Listening:
         return self.heir or self
@@ -155,8 +158,8 @@ class Follower(TorchFunctionMode, Listening):
             or key_excluded(AUTOGRAD)
             or (peek_interpreter() is not None and not _torch.key_included(FUNCTORCH_FRONT))
             or (self.ledger is not None and self.ledger.busy)
-            # A dispatch mode from outside of the region handles an operation: it is taken off
-            # while it does.
+            # A dispatch mode from outside of the region handles an operation. Meanwhile it is not
+            # on the stack.
             or _torch.dispatch_depth() < self.modes
         )
 
@@ -172,16 +175,16 @@ class Follower(TorchFunctionMode, Listening):
         return self.ledger is not None and bool(self.ledger.busy)
 
     def next_call(self) -> None:
-        """A call of a region inside begins."""
+        """Note that a call of a region inside begins."""
         self.calls_inside += 1
         if self.heir is not None:
-            for ledger in self.heir.ledgers[:1]:  # (it counts for those around by itself)
+            for ledger in self.heir.ledgers[:1]:  # (the region inside notifies the others itself)
                 ledger.next_call()
         elif self.ledger is not None:
             self.ledger.next_call()
 
     def calls_before(self) -> int:
-        """How many calls have been made, those of regions inside among them."""
+        """The number of calls so far, with those of regions inside."""
         before = self.script.before
         if before is None:
             return self.at
@@ -189,7 +192,7 @@ class Follower(TorchFunctionMode, Listening):
             return before[self.at - 1] + 1 + self.calls_inside
         return before[self.at]
 
-    # -- what a transform or a region inside tells
+    # -- reports of transforms and of regions inside
 
     def take(self, title: Any, tensors: list[Any]) -> list[Any]:
         if self.heir is not None:
@@ -220,10 +223,10 @@ class Follower(TorchFunctionMode, Listening):
         return self.steps[self.open].call.inner
 
     def wanted_inside(self) -> dict[int, Tensor | None]:
-        return {}  # (no script has further results)
+        return {}  # (a run with further results leaves no script to follow)
 
     def note_inside(self, calls: list[Call]) -> None:
-        """A replay has compared them already."""
+        """Do nothing: a replay has compared these calls already."""
 
     def give(self, tensors: list[Tensor]) -> list[Tensor]:
         results = self.steps[self.open].call.results
@@ -236,7 +239,7 @@ class Follower(TorchFunctionMode, Listening):
                     standin = self.standins[-1 - number]
                     memory = _torch.storage_of(levels.base_of(standin))
                     if t is not standin and _torch.storage_of(levels.base_of(t)) != memory:
-                        break  # (a region inside hands an input back as an alias)
+                        break  # (a region inside returns an input as an alias, so memory decides)
                     t = standin
                 elif not self._may_be(t, number):
                     break
@@ -257,14 +260,14 @@ class Follower(TorchFunctionMode, Listening):
         return (self.heir or self.hand_over()).hang(func, args, kwargs)
 
     def keep(self, make: Any) -> Tensor:
-        """A tensor made of data in a region inside."""
+        """A tensor that a region inside makes of data."""
         if self.heir is not None:
             return self.heir.keep(make)
         due = self.steps[self.at].call
         return self.keep_as(make, due) if due.func == DATA else self.hand_over().keep(make)
 
     def give_further(self, results: list[tuple[int, Tensor]]) -> None:
-        """A forward has handed over by now, and in a replay nobody asks for them."""
+        """Do nothing: a forward has handed over already, and a replay does not use them."""
 
     # -- calls
 
@@ -275,7 +278,7 @@ class Follower(TorchFunctionMode, Listening):
 
     @uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # (This runs at each operation: the usual case first, with as little as can be.)
+        # (This runs at each operation. So the common case comes first, with few steps.)
         due, grad, wanted, is_flat, is_plain, result, _ = step = self.due
         if (
             func is not due
@@ -293,7 +296,7 @@ class Follower(TorchFunctionMode, Listening):
         given = operands = args if not kwargs else in_a_row(args, kwargs)
         if len(given) != len(wanted):
             return self.other(step, func, args, kwargs or {})
-        # (What `operands` does, where nothing is to be put in the place of anything.)
+        # (The same comparisons as in `operands`, for the case that no argument is replaced.)
         refs, standins = self.refs, self.standins
         for a, number in zip(given, wanted):
             if type(number) is int:
@@ -326,7 +329,7 @@ class Follower(TorchFunctionMode, Listening):
             or out.dtype is not dtype
         ):
             return self.differs(step, out, given, operands)
-        if operands is not given:  # no stand-in must get into a module
+        if operands is not given:  # user code must not get a stand-in: it may put it into a module
             for t, a in zip(operands, given):
                 out = a if t is out and t is not a else out
         refs[number] = ref(out)
@@ -334,7 +337,7 @@ class Follower(TorchFunctionMode, Listening):
         return out
 
     def advance(self) -> None:
-        """A call is about to be made, which is as expected."""
+        """Note that an expected call is about to be made."""
         if self.at >= self.stop:
             self.watch()
         at = self.at = self.at + 1
@@ -345,12 +348,12 @@ class Follower(TorchFunctionMode, Listening):
             ledger.next_call()
 
     def know(self, t: Tensor, number: int) -> None:
-        """``t`` is a result."""
+        """Note that ``t`` is the result with this number."""
         self.refs[number] = ref(t)
         self.numbers[id(t)] = number
 
     def is_result(self, t: Tensor) -> bool:
-        """Whether ``t`` is a result."""
+        """Whether ``t`` is the result of a call."""
         known = self.refs[self.numbers.get(id(t), 0)]
         return (known is not None and known() is t) or self._number_again(t) is not None
 
@@ -360,10 +363,10 @@ class Follower(TorchFunctionMode, Listening):
         return known[1] if known is not None and known[0]() is t else None
 
     def operands(self, given: Any, wanted: list[Any]) -> Any:
-        """What to call with, for a flat list of arguments: ``given`` itself, or a new list.
+        """The operands for a flat list of arguments: ``given`` itself, or a new list.
 
         Raises:
-            Differs: something is not what the script has.
+            Differs: an argument is not the one in the script.
         """
         refs, standins, operands = self.refs, self.standins, given
         if len(given) != len(wanted):
@@ -399,13 +402,13 @@ class Follower(TorchFunctionMode, Listening):
         return operands
 
     def may_be_inside(self, a: Any) -> bool:
-        """Whether an operand may be what no call has made, but something that no mode sees."""
+        """Whether an operand may have been made inside by code that no mode sees."""
         if not isinstance(a, Tensor) or any(a is standin for standin in self.standins):
             return False
         return not self.is_result(a)
 
     def other(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call that is not plain, or not as expected."""
+        """Handle a call that is not flat, or not the expected one."""
         due = step.call
         if func in _NO_CALLS:
             if func is saving.shown:
@@ -442,7 +445,7 @@ class Follower(TorchFunctionMode, Listening):
         return self.returned(step, out, in_a_row(args, kwargs), in_a_row(new_args, new_kwargs))
 
     def _place_in(self, due: Call) -> Any:
-        """For `listed`: the number of a tensor that a call is given, and what to put there."""
+        """The ``place`` for `listed`: the number of an operand, and the tensor to use for it."""
         wanted = due.given
 
         def place(t: Tensor, given: list[Any]) -> tuple[int, Tensor]:
@@ -455,11 +458,11 @@ class Follower(TorchFunctionMode, Listening):
         return place
 
     def accepts(self, call: Call, due: Call) -> bool:
-        """Whether a call, whose operands are as expected, is."""
+        """Whether a call is the expected one, given that its operands are."""
         return same_call(call, due, True)
 
     def returned(self, step: Step, out: Any, given: Any, operands: Any) -> Any:
-        """A call that is not plain has returned."""
+        """Compare and number the results of a call that is not plain."""
         results = step.call.results
         if isinstance(out, Tensor):
             tensors = [out]
@@ -483,7 +486,7 @@ class Follower(TorchFunctionMode, Listening):
         return out
 
     def _may_be(self, t: Tensor, number: int) -> bool:
-        """Whether a result may have this number: it is new, or that operand."""
+        """Whether a result may have this number: the number is unused, or ``t`` already has it."""
         if number < 0:
             known = self.standins[-1 - number]
         elif self.refs[number] is None or (known := self.refs[number]()) is None:
@@ -491,11 +494,14 @@ class Follower(TorchFunctionMode, Listening):
         return known is t or levels.base_of(known) is levels.base_of(t)
 
     def departed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call is not as expected: it is handed on."""
+        """Pass an unexpected call on to the listener that takes over."""
         return self.hand_over().__torch_function__(func, (), args, kwargs)
 
     def calls_so_far(self) -> list[Call]:
-        """The log for the heir, which writes down the results of the call of a region inside."""
+        """The log for the heir.
+
+        The call of a region inside that is running is copied, because the heir writes to it.
+        """
         calls = [*self.calls_made()]
         if self.open >= 0:
             made = calls[self.open]
@@ -504,7 +510,7 @@ class Follower(TorchFunctionMode, Listening):
         return calls
 
     def differs(self, step: Step, out: Any, given: Any, operands: Any) -> Any:
-        """A call has not returned what is expected."""
+        """Hand over after a call whose results are not the expected ones."""
         due = step.call
         call = Call(due.func, due.given)
         call.grad = due.grad
@@ -514,7 +520,7 @@ class Follower(TorchFunctionMode, Listening):
         return heir.returned(out, given, operands)
 
     def returns(self, results: list[Tensor]) -> list[Tensor] | None:
-        """The region's code has returned: what the engine hands on; ``None`` if it departs."""
+        """The results for the engine to hand on; ``None`` if they depart from the script."""
         self.asleep, step = True, self.due
         if step.func is not RETURN:
             return None
@@ -525,7 +531,7 @@ class Follower(TorchFunctionMode, Listening):
                     break
                 if (known := refs[number]) is None or known() is not t:
                     break
-            else:  # each is a result, and is as expected
+            else:  # each is the expected result of a call
                 self.at, self.due = self.at + 1, NO_STEP
                 for ledger in self.ledgers_around:
                     ledger.next_call()
@@ -546,19 +552,19 @@ class Follower(TorchFunctionMode, Listening):
 
 
 class ForwardFollower(Follower):
-    """Follows a script in a forward; the recorder takes over where a call departs."""
+    """Follows a script in a forward; the recorder takes over at a call that departs."""
 
-    follows_whole = True  # the script, from its first call on
+    follows_whole = True  # whether it follows this script from its first call on
     changed: Any = MappingProxyType({})  # calls with other numbers than those of the script
     record: Any = None  # a ledger for calls that write
     writes: Writes | None = None
-    leaves_grad_mode = True  # in which the region's code has left
+    leaves_grad_mode = True  # the grad mode that was set when the region's code returned
     heir: Captures | None = None
-    hooks: Sequence[Any] = ()  # on what was made inside
-    others: list[Script] | None = None  # which may be tried where a call departs
-    outer: Any = None  # the listener to the region around
-    nodes_aside = 0  # that regions inside have made
-    further: Sequence[tuple[int, Tensor]] = ()  # results that leave otherwise than by return
+    hooks: Sequence[Any] = ()  # hooks on tensors that were made inside
+    others: list[Script] | None = None  # other scripts to try when a call departs
+    outer: Any = None  # the listener of the enclosing region
+    nodes_aside = 0  # the number of nodes that regions inside have made
+    further: Sequence[tuple[int, Tensor]] = ()  # tensors that leave without being returned
 
     def __init__(
         self,
@@ -571,8 +577,8 @@ class ForwardFollower(Follower):
         first_node: int,
         outer: Listening | None,
     ) -> None:
-        """``inputs`` is ``None`` at the base level: they are made where they are needed."""
-        # (What `Follower` has, too: this runs at each call.)
+        """Follow ``script``. At the base level ``inputs`` is ``None`` and made when needed."""
+        # (This does not call `super().__init__()`, because it runs at each call.)
         self.region, self.n_args, self.norms = region, region.n_args, region.settings.norms
         self.script, self.steps, self.kinds = script, script.steps, script.kinds
         self.due = script.steps[0]
@@ -584,7 +590,7 @@ class ForwardFollower(Follower):
             self.outer, self.ledgers_around = outer, outer.ledgers
             self.is_replayed = outer.is_replayed
             outer.inside = self
-        self.foreign: dict[int, Tensor] = {}  # by the number of an input, what was captured
+        self.foreign: dict[int, Tensor] = {}  # by the index of an input, the captured tensor
         self.leaves: Any = set()  # the ids of stand-ins that are leaves
         if inputs is not None:
             self.values, self.standins = inputs.values[0], inputs.standins
@@ -606,16 +612,16 @@ class ForwardFollower(Follower):
         return self.inputs
 
     def run(self, body: Body) -> tuple[Any, list[Tensor]]:
-        """How the results were, and these, on their nodes.
+        """The structure of the results, and the results on their nodes.
 
-        Where the run has departed from the script, and has an ``heir``, that goes on with what the
-        region's code has returned.
+        If the run has departed from the script, these are the values that the region's code has
+        returned, and the ``heir`` goes on with them.
         """
         _torch.push_function_mode(self)
         out: Any = body(*self.standins)
         if torch.is_grad_enabled() is not True:
-            # A region may return with grad mode switched off, as any function may. What it has
-            # computed keeps its history, so the engine goes on in the mode of the call.
+            # Like any function, a region may return with grad mode switched off. Its results keep
+            # their history, so the engine goes on in the grad mode of the call.
             self.leaves_grad_mode = False
             _torch.set_grad_enabled(True)
         out, how = ([out], None) if type(out) is Tensor else tree.partition(out)
@@ -629,10 +635,10 @@ class ForwardFollower(Follower):
         nodes -= self.nodes_aside
         if self.inputs is not None:
             nodes -= self.inputs.nodes
-        if region.options.is_pullback:  # only the engine makes nodes there, and nobody counts them
+        if region.options.is_pullback:  # there only the engine makes nodes; they don't count
             nodes = script.nodes
         if results is None or nodes != script.nodes:
-            if results is not None:  # autograd knows of something else
+            if results is not None:  # autograd has made nodes that the script does not have
                 self.at -= 1
             self.hand_over()
             return how, out
@@ -647,7 +653,7 @@ class ForwardFollower(Follower):
             region.changed = self.changed
         inputs = self.inputs
         if self.writes is not None and inputs is not None and inputs.lowest <= len(inputs.frames):
-            region.written = self.writes.inputs_written()  # (else nobody differentiates them)
+            region.written = self.writes.inputs_written()  # (only needed for a replay)
             self.writes.put_before()
         if script.partly is Partly.YES and self.follows_whole:
             script.partly = Partly.AND_FOLLOWED
@@ -657,7 +663,7 @@ class ForwardFollower(Follower):
         return how, [fresh[i] for i in script.places]
 
     def at_the_base(self, results: list[Tensor]) -> list[Tensor]:
-        """The results at the base level, on their node."""
+        """The results at the base level, attached to their node."""
         region, standins, values = self.region, self.standins, self.values
         required, fresh, t = [], [], None
         for t in results:
@@ -667,7 +673,7 @@ class ForwardFollower(Follower):
             required.append(is_required)
             fresh.append(levels.detached(t) if self.modes else t.detach())
         if True not in required and not any(t.requires_grad for t in standins):
-            return results  # nobody differentiates them
+            return results  # they are not differentiated
         del t
         results.clear()
         n, requiring, leaves = len(fresh), self.script.requiring[0], list[Tensor]()
@@ -678,7 +684,7 @@ class ForwardFollower(Follower):
             region.leaves = [ref(t) for t in leaves]
             fresh += [t for _, t in further]
             required += [True] * len(further)
-            # What these depend on, nothing tells.
+            # The script does not say which inputs these depend on, so assume all.
             requiring = [i for i, value in enumerate(values) if value.requires_grad]
         elif inputs is None and False not in required and requiring:
             return node.attach_simply(region, values, requiring, fresh, self.outer is None)
@@ -688,11 +694,11 @@ class ForwardFollower(Follower):
         return node.attach(*args, inputs=inputs, outermost=self.outer is None)[:n]
 
     def in_levels(self, results: list[Tensor]) -> list[Tensor]:
-        """The results, inside of transforms, on a node a level."""
+        """The results inside of transforms, attached to one node for each level."""
         inputs = self.all_inputs()
         frames = inputs.frames
         n, lowest = len(frames), inputs.lowest
-        if lowest > n:  # nobody differentiates them
+        if lowest > n:  # they are not differentiated
             return results
         # (As in `Forward.finish`.)
         parts, slots = {n: results}, {}
@@ -713,7 +719,10 @@ class ForwardFollower(Follower):
         return fresh
 
     def _recorder_at_the_end(self) -> Captures:
-        """What can say more of this run, which has followed its script to the end."""
+        """A recorder for a run that has followed its script to the end.
+
+        `leaving` needs the numbers and the log that a recorder has.
+        """
         recorder = self.hand_over()
         recorder.end()
         self.heir = None
@@ -728,7 +737,7 @@ class ForwardFollower(Follower):
                 raise Differs
             return standins[k]
         if id(t) in self.leaves and any(t is standin for standin in standins):
-            raise Differs  # an argument, where the script has a capture
+            raise Differs  # this is an argument, and the script has a captured tensor here
         if self.outer is not None:
             return self._captured_around(t, k)
         inputs = self.inputs
@@ -736,7 +745,7 @@ class ForwardFollower(Follower):
             if any(t is standin for standin in standins) or not self._is_foreign(t):
                 raise Differs
             standin = self._admitted(levels.alive(t), k)
-        else:  # a leaf or a constant, at the base level: the most frequent case
+        else:  # the most common case: a leaf or a constant at the base level
             kind = t.shape, t.dtype, t.device, t.requires_grad
             if len(self.kinds) <= k or kind != self.kinds[k] or self.is_result(t):
                 raise Differs
@@ -754,7 +763,7 @@ class ForwardFollower(Follower):
         return standin
 
     def _captured_around(self, t: Tensor, k: int) -> Tensor:
-        """The stand-in of a further input, which is first one of the region around."""
+        """The stand-in of a further input, which first becomes one of the enclosing region."""
         if any(t is standin for standin in self.standins) or not self._is_foreign(t):
             raise Differs
         inputs = self.all_inputs()
@@ -762,11 +771,11 @@ class ForwardFollower(Follower):
         standin = inputs.admit(levels.alive(value))
         self.foreign[k] = t
         if len(self.kinds) <= k or inputs.kinds[k] != self.kinds[k]:
-            raise Differs  # (it stays an input: the region around has taken it in)
+            raise Differs  # (it stays an input, because the enclosing region has admitted it)
         return standin
 
     def _is_foreign(self, t: Tensor) -> bool:
-        """Whether ``t`` was made outside; what looks otherwise is left to the recorder."""
+        """Whether ``t`` is known to be made outside; if not, the recorder decides."""
         if self.is_result(t):
             return False
         value = levels.alive(t)
@@ -781,7 +790,11 @@ class ForwardFollower(Follower):
             value = _torch.inner_of(value)
 
     def _admitted(self, value: Tensor, k: int) -> Tensor:
-        """The stand-in of a further input, if it is of the kind that the script has."""
+        """The stand-in of a further input.
+
+        Raises:
+            Differs: the input is not of the kind that the script has.
+        """
         inputs = self.all_inputs()
         sizes = [len(values) for values in inputs.values]
         standin = inputs.admit(value)
@@ -801,7 +814,7 @@ class ForwardFollower(Follower):
             return self.hand_over().keep_made(t)
         try:
             standin = self._admitted(t, due.kept)
-        except Differs:  # of another shape, say
+        except Differs:  # for example, it has another shape
             return self.hand_over().keep_made(t)
         self.foreign[due.kept] = t
         self.advance()
@@ -847,14 +860,17 @@ class ForwardFollower(Follower):
         return out
 
     def note_draw(self, generators: list[torch.Generator]) -> None:
-        """A call is about to draw, here or in a region inside; from the default ones if empty."""
+        """Note that a call is about to draw, here or in a region inside.
+
+        If ``generators`` is empty, it draws from the default generators.
+        """
         draws = self.region.draws
         if draws is not None:
             for generator in generators:
                 draws.note(generator)
             if not generators:
                 draws.note_unseen()
-        if isinstance(self.outer, ForwardFollower):  # (a recorder sees it by itself)
+        if isinstance(self.outer, ForwardFollower):  # (the ledger of a recorder sees the draw)
             self.outer.note_draw(generators)
 
     def hang_on_result(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -874,7 +890,7 @@ class ForwardFollower(Follower):
 
     def note_inside(self, calls: list[Call]) -> None:
         call = self.steps[self.open].call
-        if calls is not call.inner:  # it has followed its script, with other numbers
+        if calls is not call.inner:  # the region inside has followed its script with other numbers
             call = copy(call)
             call.inner = calls
             self.changed = {**self.changed, self.open: call}
@@ -889,7 +905,7 @@ class ForwardFollower(Follower):
         return super().departed(func, args, kwargs)
 
     def _another(self) -> bool:
-        """Whether there is another script that begins with the calls made so far: go on by that."""
+        """Switch to another script that begins with the calls so far, if there is one."""
         at, n = self.at, len(self.standins)
         if self.is_replayed:
             return False
@@ -908,19 +924,19 @@ class ForwardFollower(Follower):
         return False
 
     def _let_regions_around_record(self) -> None:
-        """This run is no longer the one that the script of the region around has."""
+        """Let enclosing regions record: this run has departed from the one in their scripts."""
         outer = self.outer
         if outer is not None:
             if isinstance(outer, ForwardFollower) and outer.heir is None:
-                outer.hand_over()  # before a ledger of this region begins, which lies above
+                outer.hand_over()  # (first, because its ledger must lie below this region's)
             self.outer = outer.listener()
             self.ledgers_around = self.outer.ledgers
 
     def hand_over(self) -> Captures:
         if _torch.dispatch_depth() != self.modes:
             raise departures.refused(
-                f"{self.region.title} makes other calls than in its last run, in a dispatch mode "
-                "that it has entered. Enter the mode outside of the region."
+                f"{self.region.title} makes other calls than in its last run while a dispatch mode "
+                "is active that it has entered itself. Enter the mode outside of the region."
             )
         if self.region.options.is_pullback and _torch.current_backward() != self.backward:
             raise StartOver  # see NOTE [pullbacks]
@@ -940,7 +956,7 @@ class ForwardFollower(Follower):
         record.writes = self.writes
         heir.begin()
         inside = self.inside
-        while inside is not None:  # (their entries must not cut the ledger off)
+        while inside is not None:  # (on an exception, their guards must not cut this ledger off)
             inside.modes += 1
             inside.entry.dispatch += 1
             inside = inside.inside
@@ -949,7 +965,7 @@ class ForwardFollower(Follower):
     # -- the end
 
     def leaves_something(self, results: Sequence[Tensor]) -> bool:
-        """The region has run: whether the program holds something that requires grad."""
+        """Whether user code still holds a tensor that requires grad, after the region has run."""
         for handle in self.hooks:  # (as in `Captures.let_go`)
             handle.remove()
         given, t = list[Any](), None
@@ -972,7 +988,7 @@ class ForwardFollower(Follower):
 
 
 def _differ_in_number(one: Any, other: Any) -> bool:
-    """Whether two arguments are the same, or numbers of one type."""
+    """Whether two arguments are equal, or are numbers of the same type."""
     if one == other:
         return True
     if type(one) is not tuple or type(other) is not tuple:
@@ -981,7 +997,7 @@ def _differ_in_number(one: Any, other: Any) -> bool:
 
 
 def _collect(out: Any, tensors: list[Tensor]) -> None:
-    """The tensors in what a call has returned, as `Listener.returned` numbers them."""
+    """Collect the tensors that a call has returned, in the order of `Listener.returned`."""
     if isinstance(out, Tensor):
         tensors.append(out)
     elif is_of(out, (tuple, list)):

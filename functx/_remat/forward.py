@@ -1,9 +1,9 @@
 """The forward: the function runs once, in the caller's levels and grad mode.
 
-It runs on stand-ins, on a tape of its own, which is dropped when it has returned. Either it is
-recorded (`captures`), or it follows the script of an earlier run (NOTE [two speeds]). What is left
-is the results, and what a replay needs to know (`Region`). Then, from the lowest level that
-differentiates anything, the results get one node a level (`node.attach`).
+It runs on stand-ins, so it has a separate tape, which is dropped when the function has returned.
+Either the run is recorded (`captures`), or it follows the script of an earlier run (NOTE [two
+speeds]). It leaves the results, and a `Region` with all that a replay needs. Then, from the lowest
+level that differentiates anything upwards, the results get one node for each level (`node.attach`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from functx._torch import graphs
 
 
 class Forward:
-    """One run of a region that is recorded, from its first call or from where it has departed."""
+    """A run of a region that is recorded, from its first call or from the call that departed."""
 
-    # What a trace does differently (see `traced`):
+    # A trace overrides these (see `traced`):
     traces = False
     captures_of: Any = Captures
     writes_of: Any = Writes
 
-    writes: Any  # to the inputs' memory
-    listener: Captures  # to the region's calls
+    writes: Any  # the writes to memory of inputs
+    listener: Captures  # the recorder of the region's calls
 
     def __init__(
         self,
@@ -59,12 +59,14 @@ class Forward:
         self.in_graph = _torch.tracing() and not self.traces
 
     def run(self, body: Body, tensors: list[Tensor]) -> tuple[list[Tensor], Any, Any]:
-        """The results on their nodes, further ones with their numbers, and how the first were.
+        """Run the body.
 
-        (They were a tree, which `tree.combine` puts together again.)
+        Returns:
+            The results on their nodes, further results with their numbers, and the structure of
+            the results, from which `tree.combine` builds the pytree again.
         """
         captures = self.listener = self.recorder()
-        if not self.inputs.standins:  # else they are admitted
+        if not self.inputs.standins:  # otherwise the inputs are already admitted
             for t in tensors:
                 captures.admit(levels.alive(t))
             t = None  # type: ignore[assignment]
@@ -73,8 +75,8 @@ class Forward:
         _torch.push_function_mode(captures)
         mode = torch.is_grad_enabled()
         out = body(*self.inputs.standins)
-        # A region may return with grad mode switched off, as any function may. What it has computed
-        # keeps its history, so the engine goes on in the mode in which the region was called.
+        # Like any function, a region may return with grad mode switched off. Its results keep their
+        # history, so the engine goes on in the grad mode in which the region was called.
         left = torch.is_grad_enabled()
         if left is not mode:
             _torch.set_grad_enabled(mode)
@@ -85,7 +87,7 @@ class Forward:
         return results, further, how
 
     def complete(self, out: list[Tensor]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
-        """The code has returned: its results on their nodes, and further ones."""
+        """The results on their nodes, and further results, after the code has returned ``out``."""
         region, inputs, captures = self.region, self.inputs, self.listener
         results = captures.finish(out)
         _torch.pop_function_mode()
@@ -100,17 +102,17 @@ class Forward:
             region.draws = region.draws.ended()
         n = len(region.frames)
         if not n and any(t.requires_grad for t in results):
-            inputs.lowest = 0  # if only a leaf is differentiated that no mode has seen
+            inputs.lowest = 0  # (this decides if the only input to differentiate is an unseen leaf)
         further: list[tuple[int, Tensor]] = []
         nodes = _torch.next_sequence_number() - self.first_node - inputs.nodes
         if inputs.lowest <= n:
             results, further = self.finish(results, nodes)
-        elif self.key is not None:  # nobody differentiates it, nor later runs of its kinds
+        elif self.key is not None:  # neither this run nor later runs of this key are differentiated
             self.leave_script(self.told(captures.leave_out(results), nodes))
         return [results[i] for i in self.places], further
 
     def recorder(self) -> Captures:
-        """What records the run."""
+        """The recorder of the run, with its ledger."""
         region, inputs = self.region, self.inputs
         record = Record(region.draws, self.in_graph)
         if self.traces:
@@ -121,12 +123,12 @@ class Forward:
         record.writes = self.writes_of(inputs, captures.made, region.title)
         return captures
 
-    # -- the end: let go of the tape, and hang the results on nodes
+    # -- the end: drop the tape, and attach the results to nodes
 
     def finish(
         self, results: list[Tensor], nodes: int
     ) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
-        """The results on nodes, level by level, and further ones."""
+        """The results on nodes, level by level, and further results."""
         region, inputs, captures = self.region, self.inputs, self.listener
         frames, n, lowest = region.frames, len(region.frames), inputs.lowest
         # Level by level down to the lowest one that needs a node, ...
@@ -150,10 +152,10 @@ class Forward:
         n_results, further = len(fresh), list[tuple[int, Tensor]]()
         if n == 0 and (further := leaving.further_results(captures, leaves)):
             region.further = [number for number, _ in further]
-            inputs.reached = None  # of these nothing is known
+            inputs.reached = None  # the inputs that these depend on are not known
             fresh += [t for _, t in further]
             required[0] += [True] * len(further)
-        # No mode is shown nn.Parameter(...): a replay makes such a leaf anew.
+        # No mode sees nn.Parameter(...). A replay makes another such leaf, so it isn't compared.
         has_made = captures.record.has_made
         region.leaves = [ref(t) for t in leaves if not has_made(_torch.storage_of(t))]
         self.begin_up(fresh)
@@ -169,7 +171,7 @@ class Forward:
         if leaves:
             told.untold = "a leaf that no mode sees"
         elif further:
-            told.untold = "a result that leaves otherwise than by return"
+            told.untold = "a tensor that leaves without being returned"
         self.leave_script(told)
         return fresh[:n_results], further
 
@@ -190,24 +192,26 @@ class Forward:
         told.stop = ran.left_out - 1
         if told.before is not None and ran.left_out != NEVER:
             told.stop = bisect_right(told.before, told.stop) - 1
-            while told.calls[told.stop].func in (CAPTURE, DATA):  # a region inside may be running
+            # The ledger can't begin at a capture: a region inside may be running then.
+            while told.calls[told.stop].func in (CAPTURE, DATA):
                 told.stop -= 1
         return told
 
     def leave_script(self, told: Script) -> None:
-        """Let later runs follow the script, if its calls tell all.
+        """Let later runs follow the script, if the log shows all effects of the run.
 
-        A run in a replay of a region around makes the calls of a forward, which has left a script.
+        A run inside of a replay of an enclosing region leaves no script: the forward that it
+        repeats has left one.
         """
         if not told.untold and self.key is not None and self.listener.expected is None:
             told.steps = [*map(script.step_of, told.calls)]
             self.region.scripts.add(told, self.function)
 
     def begin_up(self, fresh: list[Tensor]) -> None:
-        """These are the results at the lowest level, off the tape."""
+        """Begin with the results at the lowest level, off the tape. A trace overrides this."""
 
     def lift(self, frame: levels.Frame, *args: Any) -> list[Tensor]:
-        """Results one level up."""
+        """The results one level up."""
         return frame.lift_all(*args)
 
 
@@ -227,15 +231,15 @@ def run(
     Both take ``tensors`` and return a pytree.
 
     Args:
-        body: the function; it runs now.
-        again: the same for replays, with closure cells of its own.
-        tensors: the inputs so far.
-        options: what the user said.
-        title: what messages call the region.
-        function: later runs of it may follow the script of this run.
-        scripts: those of earlier runs; each run is recorded if it is ``None``.
-        cells: what ``again`` closes over; see `cells`.
-        forward: makes a `Forward`. If ``None``, what traces here does that, or `Forward` itself.
+        body: The function; it runs now.
+        again: The same function for replays, with copies of the closure cells.
+        tensors: The inputs so far.
+        options: The options of the user.
+        title: The name of the region in messages.
+        function: The user's function; its later runs may follow the script of this run.
+        scripts: The scripts of earlier runs. If ``None``, each run is recorded.
+        cells: The cells that ``again`` closes over; see `cells`.
+        forward: Makes a `Forward`. If ``None``, an active tracer does that, or `Forward` itself.
     """
     if forward is None and observers.tracers:
         return observers.tracers[-1](body, again, tensors, options, title, function, scripts, cells)
@@ -245,7 +249,7 @@ def run(
         tensors = outer.take(options.name, tensors)
         around = outer = outer.listener()
         mark, log_inside = outer.mark(), outer.log_inside()
-    # (After they were taken in: objects may be others in a replay.)
+    # (After `take`, which returns stand-ins: two tensors of user code may be the same input.)
     if len(tensors) > 1:
         tensors, places = _deduplicated(tensors)
         if len(tensors) < len(places):
@@ -295,7 +299,7 @@ def run(
                 args = region, inputs, tensors, fitting, function, entry, first_node, outer
                 follower = ForwardFollower(*args)
         if follower is None and isinstance(outer, ForwardFollower):
-            outer = outer.hand_over()  # before a ledger of this region begins
+            outer = outer.hand_over()  # first: its ledger must lie below
             entry.outer, entry.dispatch, in_modes = outer, _torch.dispatch_depth(), True
         since = graphs.last_node() if in_modes else None
         if follower is not None:
@@ -310,7 +314,7 @@ def run(
                 inputs, follower = follower.all_inputs(), None
                 tensors = [*inputs.standins]
         if follower is not None:
-            if follower.heir is not None:  # it has departed
+            if follower.heir is not None:  # the run has departed from the script
                 inputs, outer = follower.all_inputs(), follower.outer
                 goes_on = Forward(region, outer, function, inputs, key, first_node)
                 log = goes_on.listener = follower.heir
@@ -332,7 +336,7 @@ def run(
             log = one.listener
         if in_modes:
             graphs.close(since, options.name, "forward")
-        if entry.norms is not None:  # here, lest an interrupt comes before its exit has begun
+        if entry.norms is not None:  # here, because an interrupt could come before the exit begins
             _torch.push_function_mode(entry.norms)
             entry.norms = None
     except BaseException:
@@ -364,19 +368,19 @@ def run(
 
 
 def key_of(region: Region, kinds: list[Any]) -> Any:
-    """What runs of one script have in common, among them the ``kinds`` of their arguments."""
+    """The key of a run: runs may share a script only if their keys are equal."""
     options, frames = region.options, region.frames
     said = options.early_stop, options.preserve_rng_state, region.settings.norms
     return said, [(f.kind, f.size, f.randomness) for f in frames] if frames else (), kinds
 
 
 def _deduplicated(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """Each tensor once, and for all of them which of these it is."""
+    """The distinct tensors, and for each of ``tensors`` its index among them."""
     different = {id(t): t for t in tensors}
     numbers = {key: number for number, key in enumerate(different)}
     return [*different.values()], [numbers[id(t)] for t in tensors]
 
 
 def _given_each_once(body: Body, places: list[int]) -> Body:
-    """A body that is given each tensor once."""
+    """The body as a function of the distinct tensors."""
     return lambda *ts: body(*[ts[i] for i in places])

@@ -1,16 +1,18 @@
-"""Random numbers, replayed as they were drawn (rule 1).
+"""Random numbers: a replay draws the same numbers as the forward (rule 1).
 
-The states of the default generators are noted at the entry of a region and compared at its exit.
-So it does not matter what draws from them: an operator, a kernel of an extension, compiled code.
-The state of any other generator is noted before the first draw that the region makes from it. A
-replay puts all of them back before it begins, since regions inside of it note theirs; and
-afterwards what it found.
+A region notes the states of the default generators when it begins, and compares them when it ends.
+So it does not matter which code draws from them: an operator, a kernel of an extension, or compiled
+code. The state of any other generator is noted before the region first draws from it. A replay
+restores all these states before it begins, because regions inside of it note them, too. When it
+ends, it restores the states that it has found.
 
 NOTE [one replay at a time]
-Replays in several threads take turns, since they set the same generators. One inside of another,
-which shows in the modes around it (autograd copies those to its threads), is part of its turn. In a
-thread that user code starts in a replay, and waits for, nothing shows. So nobody waits for ever;
-and a replay must leave each generator as the forward did: else somebody has drawn in between.
+Replays in several threads take turns, because they set the same generators. A replay inside of
+another one belongs to the same turn; it is recognized by the active modes, which autograd copies to
+its threads. A thread started by user code during a replay can't be recognized as part of it. If the
+replay waits for that thread, the lock would deadlock, so it times out. In return, a replay must
+leave each generator in the same state as the forward. If it does not, another thread has drawn in
+the meantime, and the replay raises an error.
 """
 
 from __future__ import annotations
@@ -53,11 +55,11 @@ class Draws:
     __slots__ = ("after", "before", "drawn", "python")
 
     def __init__(self, tensors: Sequence[Tensor], *, python: bool) -> None:
-        """A region begins: note the default generators of the devices in use."""
+        """Note the default generators of the devices in use, when a region begins."""
         default = torch.default_generator
         self.before: dict[torch.Generator, Tensor] = {default: default.get_state()}
         self.after: dict[torch.Generator, Tensor] = {}
-        self.drawn: set[int] = set()  # those from which a call was seen to draw, by address
+        self.drawn: set[int] = set()  # the addresses of generators from which a call has drawn
         self.python = _python_states() if python else None
         if _MAY_HAVE_CUDA and torch.cuda.is_initialized():
             indices = {t.device.index for t in tensors if t.is_cuda} | {torch.cuda.current_device()}
@@ -65,28 +67,28 @@ class Draws:
                 self._note(torch.cuda.default_generators[index])
 
     def note(self, generator: torch.Generator) -> None:
-        """A draw is about to be made."""
+        """Note that a call is about to draw from ``generator``."""
         self.drawn.add(generator._cdata)  # type: ignore[attr-defined]
         self._note(generator)
 
     def _note(self, generator: torch.Generator) -> None:
-        # (By address: a dispatch mode is given another Python object of the same generator.)
+        # (By address: a dispatch mode gets another Python object for the same generator.)
         if all(generator._cdata != known._cdata for known in self.before):  # type: ignore[attr-defined]
             self.before[generator] = generator.get_state()
 
     def note_unseen(self) -> None:
-        """An operator of an extension has drawn, from one of the default generators."""
+        """Note that an operator of an extension has drawn from one of the default generators."""
         self.drawn |= {g._cdata for g in self.before}  # type: ignore[attr-defined]
 
     def states(self) -> list[bytes]:
-        """The states of the generators that have been noted, as they are now."""
+        """The current states of the generators that have been noted."""
         return [_bytes(g.get_state()) for g in self.before]
 
     def ended(self) -> Draws | None:
-        """The region has run: what is left without the generators from which it has not drawn.
+        """Drop the generators from which the region has not drawn; ``None`` if none is left.
 
-        A region may put a generator back after it has drawn, as ``torch.random.fork_rng`` does. So
-        an equal state alone does not mean that nothing was drawn.
+        A region may restore a generator after it has drawn, as ``torch.random.fork_rng`` does. So
+        an equal state alone does not mean that the region has not drawn.
         """
         for g, before in [*self.before.items()]:
             after, n = g.get_state(), before.numel()
@@ -99,7 +101,7 @@ class Draws:
 
 
 class Restored:
-    """The states that a replay found, to be put back after it."""
+    """The states that a replay finds, and restores when it ends."""
 
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
@@ -108,36 +110,40 @@ class Restored:
         self.locked, self.legacy = False, 0
 
     def begin(self) -> None:
-        """Note the states, and put those back that the forward began with."""
+        """Note the current states, and set the states with which the forward began."""
         # See NOTE [one replay at a time].
         modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
         within_another = any(getattr(mode, "draws_again", False) for mode in modes)
         if not within_another:
-            with suppress(RuntimeError):  # until this thread does not hold it: an interrupt left it
+            # Release the lock if this thread still holds it, because of an interrupt.
+            with suppress(RuntimeError):
                 while True:
                     _lock.release()
             self.locked = _lock.acquire(timeout=_PATIENCE)
-        # The older vmap of ``is_grads_batched`` refuses draws; what is replayed has no batch.
+        # The older vmap of ``is_grads_batched`` refuses draws. Leave it: the replay has no batch.
         self.legacy = _torch.leave_legacy_vmap()
         self.found = {g: g.get_state() for g in self.draws.before}
         self.python = None if self.draws.python is None else _python_states()
         self.rewind()
 
     def rewind(self) -> None:
-        """To where the forward began."""
+        """Set the states with which the forward began."""
         for g, state in self.draws.before.items():
             g.set_state(state)
         _set_python_states(self.draws.python)
 
     def differ(self) -> torch.Generator | None:
-        """A generator that is neither as the forward left it, nor, if made inside, as before."""
+        """A generator whose state is neither that after the forward nor that before it.
+
+        (A generator that is made inside is another one in the replay, so this one has not changed.)
+        """
         for g, after in self.draws.after.items():
             if _bytes(g.get_state()) not in (_bytes(self.draws.before[g]), _bytes(after)):
                 return g
         return None
 
     def put_back(self) -> None:
-        """As the replay found them."""
+        """Restore the states that the replay has found."""
         _torch.enter_legacy_vmap(self.legacy)
         self.legacy = 0
         for g, state in self.found.items():
@@ -149,7 +155,7 @@ class Restored:
 
 
 def _bytes(state: Tensor) -> bytes:
-    """What is in a state, without an operation that modes would see."""
+    """The bytes of a state, read without an operation that modes would see."""
     return string_at(state.data_ptr(), state.numel())
 
 

@@ -2,12 +2,14 @@
 
 A replay runs under the settings of its forward (rule 1). The list of `Settings` is complete:
 autocast, default device and dtype, SDPA backends, deterministic algorithms and the precision of
-matrix products. Grad mode is always on in a replay, since a forward without it is no region.
+matrix products. Grad mode is always on in a replay: without it, the forward would not have been a
+region.
 
 NOTE [guard]
 An interrupt can come between any two lines. Then a ``finally`` that pops a mode may pop one that
 other code has pushed. So each forward and each replay notes the depths of torch's stacks and the
-active modes when it starts, and cuts back to these on any exception. Afterwards torch is as it was.
+active modes when it starts, and cuts the stacks back to them on any exception. This restores the
+state of torch.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 class Settings(NamedTuple):
-    """What is set at one time; two of them are compared as a whole."""
+    """The settings of torch at one time. They are compared as a whole."""
 
     flags: tuple[Any, ...]
     casts: Any  # by device, whether autocast is enabled, and its dtype; ``None`` without autocast
@@ -36,12 +38,12 @@ class Settings(NamedTuple):
     norms: int  # what is done with normalisations; see `norm_derivatives`
 
     def modes(self, now: Settings) -> list[Any]:
-        """The function modes that a replay needs, where ``now`` is."""
+        """The function modes that a replay needs if the current settings are ``now``."""
         same = self.device == now.device
         return [] if same else [_torch.DeviceContext(self.device or torch.device("cpu"))]
 
     def put(self, now: Settings) -> None:
-        """Set what was set here, where ``now`` is."""
+        """Apply these settings, if the current ones are ``now``."""
         if self.flags != now.flags:
             for (_, write), wanted, value in zip(_torch.FLAGS, self.flags, now.flags):
                 if wanted != value:
@@ -55,7 +57,7 @@ class Settings(NamedTuple):
 
 
 def settings_now() -> Settings:
-    """What is set now."""
+    """The current settings."""
     casts, caches, device, norms = None, False, None, 0
     if _torch.any_autocast():
         enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -78,7 +80,8 @@ def finish_interrupted() -> None:
     while traceback is not None:
         frame = traceback.tb_frame
         if frame.f_code in _GENERATORS:
-            with suppress(Exception):  # of the context, or there is none yet
+            # (The context may raise an error, or may not be set yet.)
+            with suppress(Exception):
                 context = frame.f_locals["self"].gen
                 if is_internal(context.gi_code.co_filename):
                     context.close()
@@ -99,11 +102,11 @@ class StackGuard:
     """
 
     hooks: Sequence[Any] = ()  # saved-tensor hooks that the entry took off, outermost last
-    norms: Any = None  # likewise the function mode for norms
-    restored: Any = None  # generators that were set back
-    uncached = False  # autocast's cache was switched off
-    took = False  # whether there is anything to put back at the end
-    outer: Any = None  # the listener of the region around, which sleeps in the context
+    norms: Any = None  # the function mode for norms, which the entry took off, too
+    restored: Any = None  # the generators whose states were set
+    uncached = False  # whether autocast's cache was switched off
+    took = False  # whether there is anything to restore at the end
+    outer: Any = None  # the listener of the enclosing region, which sleeps in this context
 
     def __init__(self, outer: Any) -> None:
         self.stacks = stacks = _torch.stacks()
@@ -122,13 +125,13 @@ class StackGuard:
         self.end()
 
     def failed(self) -> None:
-        """An exception or an interrupt has come: everything is as it was."""
+        """Restore everything after an exception or an interrupt."""
         finish_interrupted()
         self.cut_back()
         self.settings.put(settings_now())
 
     def end(self) -> None:
-        """Put back what the entry took off."""
+        """Restore what the entry has changed."""
         if self.restored is not None:
             self.restored.put_back()
         while self.hooks:
@@ -147,7 +150,7 @@ class StackGuard:
         torch.set_autocast_cache_enabled(False)
 
     def cut_back(self, modes: int = 0) -> None:
-        """Undo what was entered since, but for so many function modes."""
+        """Leave all that was entered since, except for the first ``modes`` function modes."""
         while _torch.function_depth() > self.function + modes:
             _torch.pop_function_mode()
         while _torch.dispatch_depth() > self.dispatch:
@@ -156,7 +159,7 @@ class StackGuard:
         self.settle()
 
     def settle(self) -> None:
-        """Put the modes back that levels change."""
+        """Restore the modes that levels change."""
         now = _torch.stacks()[3:]
         grad, forward_mode, duals, nesting = self.stacks[3:]
         if now == (grad, forward_mode, duals, nesting):

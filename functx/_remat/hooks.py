@@ -17,7 +17,7 @@ from functx._remat.node import RegionNode
 
 
 def _not_inside_itself(node: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook``, which raises an error where it is called again before it has returned."""
+    """A hook that calls ``hook``, and raises an error if it is called again before it returns."""
     title, running = node.payload.region.title, set[int]()
 
     def run(*gradients: Any) -> Any:
@@ -25,9 +25,9 @@ def _not_inside_itself(node: Any, hook: Callable[..., Any]) -> Callable[..., Any
         if thread in running:
             raise RematError(
                 f"remat: a hook on a result of {title}, or on its grad_fn, pulls back through the "
-                "same node: all results of a region hang on one. It would call itself for ever. "
-                "Hang the hook on what is computed from the result (y * 1), or make a region for "
-                "each."
+                "same node, because all results of a region share one node. It would call itself "
+                "for ever. Register the hook on a tensor computed from the result (y * 1), or make "
+                "a separate region for each result."
             )
         running.add(thread)
         try:

@@ -1,8 +1,9 @@
-"""For transforms and custom Functions inside of a region: what they are given, and what they make.
+"""The arguments and results of transforms and custom Functions inside of a region.
 
-functorch wraps tensors in C++, where no mode sees it, and a wrapper can't be exchanged later. So
-functx's transforms ask the region around them for stand-ins first. So do custom Functions, whose
-``apply`` no mode sees either (under transforms it is a higher-order operator, which modes do see).
+functorch wraps tensors in C++, where no mode sees it, and a wrapper can't be replaced later. So
+functx's transforms first ask the enclosing region for stand-ins. Custom Functions do so, too,
+because modes do not see their ``apply``. (Under transforms it is a higher-order operator, which
+modes do see.)
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from functx._torch import process_patches
 
 
 def taken_in(title: str, tree: Any) -> Any:
-    """The arguments of a transform, foreign tensors as stand-ins."""
+    """The arguments of a transform, with stand-ins for foreign tensors."""
     listener = listening()
     return tree if listener is None else _exchanged(tree, partial(listener.take, title))
 
 
 def made_inside(tree: Any) -> Any:
-    """The results of a transform."""
+    """Number the results of a transform inside; returns them."""
     listener = listening()
     if listener is None:
         return tree
@@ -47,7 +48,7 @@ def _exchanged(tree: Any, exchange: Callable[[list[Tensor]], list[Tensor]]) -> A
 
 
 def reported(f: Any, title: str) -> Any:
-    """``f``, a transformed function, that tells the region around it what it is given."""
+    """A transformed function ``f`` that reports its arguments to the enclosing region."""
 
     @wraps(f)
     def told(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +63,7 @@ def reported(f: Any, title: str) -> Any:
 
 @uncompiled
 def _given_to_function(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of ``function.apply``, foreign tensors as stand-ins: a call of the region."""
+    """Log ``function.apply`` as a call; returns its arguments, with stand-ins."""
     listener = listening(heard=True)
     if listener is None:
         return args

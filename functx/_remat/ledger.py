@@ -1,21 +1,26 @@
-"""What a region runs, seen below autograd and all transforms: recorded first, then run again.
+"""Ledgers: dispatch modes that record a region's operations, and run them again in a replay.
+
+A ledger works below autograd and all transforms.
 
 NOTE [leaving out]
-When a region has run, the memory that is still alive, results aside, is what its tape reads.
-Going back through the record from there tells which operations a replay must run. For the others a
-replay hands out memory that nobody has written. That nobody reads it is not taken on trust: an
-operation that is about to read such memory, or a tape that holds it in the end, makes the replay
-begin again and run everything. So a wrong record costs time, and never a wrong number.
+After a region has run, the memory that is still alive is the memory that its tape reads, apart from
+the results. A walk back through the record, starting from that memory, finds the operations that a
+replay must run. For each other operation the replay hands out uninitialized memory. The replay
+checks that this memory is never read. If an operation is about to read it, or if a tape still holds
+it at the end, the replay begins again and runs everything. So a wrong record costs time, but never
+gives a wrong number.
 
-Operations are matched within the call of the user's that ran them: how many run there may depend on
-which tapes live. From the first one that does not match to the end of its call, everything runs.
-If nothing is kept, only the operators are compared, which is quick. So one operation may be taken
-for another of the same operator. If something is left out by mistake, the replay notices when it is
-read, and begins again. The memory handed out may also have a wrong shape, which may lead to any
-error. So after an error, too, the replay begins again, and runs everything.
+Operations are matched within the user's call that ran them, because the number of operations in a
+call may depend on which tapes are alive. From the first operation that does not match, everything
+runs until the end of that call. If the region saves no values, only the operators are compared,
+because this is quick. One operation may then be mistaken for another one with the same operator.
+If an operation is left out by mistake, the replay notices when its result is read, and begins
+again. The placeholder of that operation may also have a wrong shape, which may lead to any error.
+So the replay begins again after an error, too, and runs everything.
 
-What a kernel of an extension reads, no mode sees. So nothing is left out where a custom Function is
-on the tape, nor before what last reads memory, made empty or zero, that nothing seen has filled.
+A mode does not see what a kernel of an extension reads. Therefore the replay leaves nothing out if
+a custom Function is on the tape. Some memory is allocated empty or zero, and the ledger never sees
+it being filled: the replay leaves out nothing before the last operation that reads such memory.
 """
 
 from __future__ import annotations
@@ -59,41 +64,44 @@ class Entry(NamedTuple):
     reads: Sequence[int] = ()  # memory
     writes: Sequence[int] = ()
     layout: Layout = None  # of the results
-    makers: Sequence[int] = ()  # by which entries the operands were made, -1 for none
+    makers: Sequence[int] = ()  # for each operand the entry that made it; -1 if no entry did
 
 
 class Ran(NamedTuple):
-    """What a forward has run."""
+    """The operations that a forward has run, and which of them its replays run."""
 
     entries: list[Entry]
-    starts: list[int]  # where among them each call begins
-    live: Any = None  # which of them a replay runs; ``None`` for all
-    left_out: int = NEVER  # the first call in which it leaves out, or hands out kept values
-    in_graph: bool = False  # whether a graph was traced, in which what is drawn is kept
-    bounds: Sequence[int] = ()  # the starts, and where the last call ends
+    starts: list[int]  # for each call the index of its first entry
+    live: Any = None  # the entries that a replay runs; ``None`` for all
+    left_out: int = NEVER  # the first call that leaves an entry out, or hands out a saved value
+    in_graph: bool = False  # whether a graph was traced; random numbers are then saved
+    bounds: Sequence[int] = ()  # the starts, and the end of the last call
 
 
 class Ledger(_torch.TorchDispatchMode):
-    """A dispatch mode that knows which of the user's calls runs."""
+    """A dispatch mode that knows which of the user's calls is running."""
 
     supports_higher_order_operators = True
     _should_skip_dynamo = _torch.never_skip_dynamo
-    saver: Any = None  # keeps values that a policy wants
-    names: frozenset[str] = frozenset()  # that `checkpoint_name` gave, here and in regions inside
+    saver: Any = None  # saves the values that a policy wants
+    # The names that `checkpoint_name` gave, in this region and in regions inside it:
+    names: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
-        self.busy = False  # an operation is in here: what it calls is the engine's, not the user's
-        # What was made inside: number of the entry, the storage (weakly: addresses come again).
+        # While an operation is in this mode, calls come from the engine and not from user code.
+        self.busy = False
+        # By the address of each storage made inside: the number of the entry that made it, and a
+        # weak reference to the storage, because a later storage may get the same address.
         self.made: dict[int, tuple[int, Any]] = {}
         self.since = graphs.last_node()
 
     def maker_of(self, storage: int) -> int:
-        """The entry that made this memory; -1 if none did."""
+        """The entry that made this memory; -1 if no entry did."""
         number, reference = self.made.get(storage, (-1, None))
         return number if reference is None or reference() is not None else -1
 
     def note_made(self, t: Tensor, number: int) -> None:
-        """The memory of ``t`` was made by an entry."""
+        """Note that entry ``number`` made the memory of ``t``."""
         storage = _torch.memory_of(t)
         self.made[storage._cdata] = number, weakref.ref(storage)
 
@@ -115,29 +123,29 @@ class Ledger(_torch.TorchDispatchMode):
         raise NotImplementedError
 
     def next_call(self) -> None:
-        """A call of the user's begins."""
+        """Note that a call of user code begins."""
 
     def need(self, t: Tensor) -> None:
-        """The memory of ``t`` is about to be read, perhaps outside of torch: ``numpy()``, say."""
+        """Note a read of the memory of ``t``, perhaps outside of torch, as in ``numpy()``."""
 
     def keeping(self) -> Any:
-        """What has the memory of kept values in it; ``None`` if nothing is kept."""
+        """The collection that lists the memory of saved values; ``None`` if nothing is saved."""
         return self.saver
 
 
 def ledgers() -> list[Ledger]:
-    """Those that listen, of regions around and their replays too; outermost first."""
+    """All active ledgers, outermost first, with those of enclosing regions and their replays."""
     modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
     return [mode for mode in modes if isinstance(mode, Ledger)]
 
 
 def is_left_out() -> bool:
-    """Whether a replay that is under way has left out anything so far."""
+    """Whether a replay that is running has left out an operation so far."""
     return any(isinstance(mode, Rerun) and mode.hollow for mode in ledgers())
 
 
 def read_outside(tensors: Sequence[Tensor]) -> None:
-    """Code that no mode sees is about to read these."""
+    """Note that code which no mode sees is about to read these tensors."""
     for ledger in ledgers():
         for t in tensors:
             ledger.need(levels.base_of(t))
@@ -150,23 +158,25 @@ class Record(Ledger):
         super().__init__()
         self.draws, self.in_graph = draws, in_graph
         self.entries: list[Entry] = []
-        self.starts = [0]  # where in `entries` each call begins
+        self.starts = [0]  # for each call the index of its first entry
         self.written: list[int] = []  # memory of inputs that this call has written
-        self.writes: Any = None  # told before memory is written that is not the region's
-        self.draws_now = self.writes_now = (
-            False  # this call draws, or writes to what it has not made
-        )
-        self.followed = 0  # how many entries are those of a script that the run began with
-        self.blind = False  # code has run that no mode sees
-        self.blank: set[int] = set()  # entries whose memory, empty or zero, nothing seen has filled
+        # Its `about_to_write` is called before the region writes to memory that it did not make:
+        self.writes: Any = None
+        # Whether this call draws random numbers, or writes to memory that it did not make:
+        self.draws_now = self.writes_now = False
+        self.followed = 0  # how many entries come from a script that the run followed at first
+        self.blind = False  # whether code has run that no mode sees
+        # Entries that allocated empty or zero memory which no recorded operation has filled:
+        self.blank: set[int] = set()
 
     def next_call(self) -> None:
         self.starts.append(len(self.entries))
 
     def go_on_from(self, ran: Ran, calls: int) -> None:
-        """Go on after so many calls of a run that has told what it ran.
+        """Go on recording after the first ``calls`` calls of an earlier run.
 
-        Of the memory that these have made nothing is known, so a replay runs all of them.
+        This run followed the earlier one so far, and did not record who made which memory. A
+        replay therefore runs all of these entries.
         """
         ends = ran.starts[calls + 1 :] or [len(ran.entries)]
         self.starts, self.entries = ran.starts[: calls + 1], ran.entries[: ends[0]]
@@ -175,7 +185,7 @@ class Record(Ledger):
         self.blind = blank or ran.live is None
 
     def has_made(self, storage: int) -> bool:
-        """Whether memory was made by the region."""
+        """Whether the region made this memory."""
         return self.maker_of(storage) >= 0
 
     def run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
@@ -205,7 +215,8 @@ class Record(Ledger):
             self.entries.append(Entry(operator.overload, VIEW))
             return out
         if before is not None and before != self.draws.states():  # type: ignore[union-attr]
-            kind, self.draws_now = ALWAYS, True  # a replay must run it
+            # The extension's operator drew random numbers without a tag, so a replay must run it.
+            kind, self.draws_now = ALWAYS, True
             self.draws.note_unseen()  # type: ignore[union-attr]
         self._note(operator, kind, touched, written, out)
         if self.saver is not None:
@@ -215,7 +226,7 @@ class Record(Ledger):
     def _note(
         self, operator: Operator, kind: str, touched: list[int], writes: list[int], out: Any
     ) -> None:
-        """Write down an operation that has run, and the memory that it has made."""
+        """Record an operation that has run, and the memory that it has made."""
         reads, makers = touched if operator.reads else [], [*map(self.maker_of, touched)]
         for t in [out] if type(out) is Tensor else tensors_in((out,), None):
             if (key := storage_of(t)) not in touched:
@@ -225,7 +236,7 @@ class Record(Ledger):
         layout = None
         if kind is NEW and not _is_plain(out):
             kind = ALWAYS
-        elif kind is NEW and not writes:  # views, after all
+        elif kind is NEW and not writes:  # it returned views of its operands
             kind = VIEW
         elif kind in (NEW, DRAWN):
             layout = layout_of(out)
@@ -238,7 +249,7 @@ class Record(Ledger):
         self.entries.append(Entry(None, ALWAYS, [storage_of(t)]))
 
     def live(self, needed: set[int], kept: Any) -> bytearray:
-        """Which operations a replay must run, for the memory in ``needed`` to be there."""
+        """The operations that a replay must run so that the memory in ``needed`` is computed."""
         live = bytearray(len(self.entries))
         for i in range(len(self.entries) - 1, -1, -1):
             entry = self.entries[i]
@@ -257,18 +268,20 @@ class Record(Ledger):
 
 
 def needed(record: Record, results: list[Tensor], kept: list[Tensor]) -> set[int]:
-    """The memory made by the region that its tape reads: what is alive, but for results and kept.
+    """The memory made by the region that its tape reads.
 
-    Who holds a tensor is counted exactly: its Python object, the wrappers around it, the views of
-    it; and who holds a storage, tensors and its own Python object. What somebody else holds too, is
-    on the tape. Results are given as the body's, and as what they are made of at the lowest level.
+    This is the memory that is alive, except for that of results and of saved values. References
+    are counted exactly. A tensor is held by its Python object, by wrappers around it, and by its
+    views. A storage is held by tensors and by its own Python object. If there is one more
+    reference, it comes from the tape. ``results`` has the results of the body, and the plain
+    tensors at the lowest level that they wrap.
     """
     alive, noted = set(filter(record.has_made, record.made)), graphs.noted_after(record.since)
     if noted:
         alive = {m for m in alive if _torch.storage_use_count(m) > 1 + noted[m]}
     family = [*{id(t): t for t in (*results, *kept)}.values()]
-    holders = dict.fromkeys(map(id, family), 0)  # by id: how many of the family hold it
-    for t in family:  # which grows
+    holders = dict.fromkeys(map(id, family), 0)  # by id: how many tensors of the family hold it
+    for t in family:  # (the loop appends to it)
         held = [t._base] if t._is_view() and t._base is not None else []
         if _torch.level_of(t) > 0:
             held.append(_torch.inner_of(t))
@@ -281,7 +294,7 @@ def needed(record: Record, results: list[Tensor], kept: list[Tensor]) -> set[int
     for t in family:
         storage = storage_of(levels.base_of(t))
         if _torch.level_of(t) <= 0:
-            # (One is the storage's Python object.)
+            # (One of the references is that of the storage's Python object.)
             users[storage] = users.get(storage, 1 + noted[storage]) + 1
         if t._use_count() > 1 + holders[id(t)]:  # type: ignore[attr-defined]
             on_tape.add(storage)
@@ -292,7 +305,11 @@ def needed(record: Record, results: list[Tensor], kept: list[Tensor]) -> set[int
 
 
 def leave_out(region: Region, record: Record, results: list[Tensor]) -> Ran:
-    """Find what a replay leaves out: what nothing needs that is alive, and what a policy kept."""
+    """Find the operations that a replay leaves out.
+
+    These are the operations that no living memory depends on, and those whose results the policy
+    has saved.
+    """
     saver, left_out = record.saver, NEVER
     read = needed(record, results, [] if saver is None else saver.held())
     live: Any = record.live(read, {} if saver is None else saver.kept)
@@ -305,7 +322,7 @@ def leave_out(region: Region, record: Record, results: list[Tensor]) -> Ran:
         last = max([0, *(i for i, e in enumerate(record.entries) if not blank.isdisjoint(e.reads))])
         live[:last] = b"\1" * last
     if not region.options.early_stop or record.blind or (blank and saver is not None):
-        live = None  # (what code reads that no mode sees is not known)
+        live = None  # code that no mode sees may read any memory, so the replay runs everything
     elif saver is None and (at := live.find(0)) >= 0:
         left_out = bisect_right(record.starts, at) - 1
     in_graph = any(e.kind is DRAWN for e in record.entries)
@@ -314,28 +331,28 @@ def leave_out(region: Region, record: Record, results: list[Tensor]) -> Ran:
 
 
 def _is_plain(out: Any) -> bool:
-    """Whether memory can stand in for the results: dense tensors of no subclass."""
+    """Whether uninitialized memory can stand in for the results: only dense, plain tensors."""
     if isinstance(out, (list, tuple)):
         return all(map(_is_plain, out))
     return out is None or type(out) is int or (_torch.is_dense(out) and storage_of(out) != -1)
 
 
 def layout_of(out: Any) -> Layout:
-    """The layout of results, nested as they are."""
+    """The layout of results, in the same nested structure."""
     if isinstance(out, Tensor):
         return out.size(), out.stride(), out.dtype, out.device
     return out if out is None or type(out) is int else [layout_of(o) for o in out]
 
 
 def filled(layout: Layout, one: Callable[[Any], Any]) -> Any:
-    """Results of a layout, each tensor as ``one`` makes it of its own."""
+    """Results of this layout; ``one`` makes each tensor from the layout of that tensor."""
     if type(layout) is list:
         return [filled(part, one) for part in layout]
     return one(layout) if type(layout) is tuple else layout
 
 
 def unwritten(layout: Layout) -> Any:
-    """Memory of a layout, which nobody is to read (see NOTE [leaving out])."""
+    """Uninitialized memory of this layout, which must not be read (see NOTE [leaving out])."""
     return filled(layout, lambda x: torch.empty_strided(*x[:2], dtype=x[2], device=x[3]))
 
 
@@ -344,25 +361,31 @@ class BeginAgain(BaseException):
 
 
 class Rerun(Ledger):
-    """The ledger of a replay: runs what is live, and hands out kept values and unwritten memory."""
+    """The ledger of a replay.
 
-    draws_again = False  # whether the replay has put generators back
+    It runs the operations that are live. For the others it hands out saved values or uninitialized
+    memory.
+    """
+
+    draws_again = False  # whether the replay has restored the states of generators
 
     def __init__(self, ran: Ran, live: Any, kept: Any, calls: int) -> None:
-        """It begins to listen when so many calls have been made."""
-        # (What `Ledger` has, too: this runs at each replay.)
+        """Prepare to listen after the first ``calls`` calls of the replay."""
+        # This sets the attributes of `Ledger`, too. It does not call `super().__init__()`, because
+        # it runs at each replay.
         self.busy, self.made = False, {}
         self.since = graphs.last_node() if _torch.dispatch_depth() else None
         self.entries, self.kept = ran.entries, kept
-        self.bounds = ran.bounds  # where among the entries each call begins, and the last one ends
-        self.live = live  # which entries to run; ``None`` runs all
+        self.bounds = ran.bounds  # for each call its first entry; then the end of the last call
+        self.live = live  # the entries to run; ``None`` runs all
         self.in_graph = ran.in_graph
-        self.in_line = True  # whether all operations so far are entries
-        self.hollow: dict[int, Any] = {}  # memory that was not computed: the storage, weakly
-        self.given: set[int] = set()  # memory of kept values that were handed out
+        self.in_line = True  # whether all operations so far have matched entries
+        # Memory that was not computed: a weak reference to each storage, by its address.
+        self.hollow: dict[int, Any] = {}
+        self.given: set[int] = set()  # memory of saved values that were handed out
         self.call = calls - 1
         self.next_call()
-        self.first = self.end if calls else 0  # the first entry that is seen
+        self.first = self.end if calls else 0  # the first entry that this ledger sees
 
     def next_call(self) -> None:
         self.call = n = self.call + 1
@@ -374,9 +397,9 @@ class Rerun(Ledger):
 
     @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The usual case: the operation that is next in the record, of a region that keeps nothing.
-        # (Whether its operands are those of the entry does not matter: a wrong match leaves out
-        # something that is read, and the replay begins again.)
+        # The common case, written for speed: the region saves no values, and the operation is the
+        # next one in the record. The operands are not compared. After a wrong match something is
+        # left out that is read later, and then the replay begins again.
         i, live = self.i, self.live
         if i < self.end and live is not None and not self.kept and not self.in_graph:
             entry = self.entries[i]
@@ -416,7 +439,7 @@ class Rerun(Ledger):
         return out
 
     def _run(self, i: int, operator: Operator, touched: list[int], args: Any, kwargs: Any) -> Any:
-        """What entry ``i`` returns, or an operation that is none."""
+        """Return the results of entry ``i``, or run an operation that has no entry (-1)."""
         if i >= 0:
             if i in self.kept and (self.live is not None or self.kept[i].is_whole()):
                 value = self.kept[i].value(self)
@@ -431,13 +454,14 @@ class Rerun(Ledger):
                 self._need(storage)
         if self.in_graph and operator.draws and not operator.draws_nothing(args):
             raise departures.refused(
-                "a random operation can't be told from others in a graph that is traced, and would "
-                "be drawn twice. Draw outside of the region, and pass what was drawn."
+                "this random operation of a traced graph can't be matched with the forward's, so "
+                "the replay would draw other numbers. Draw them outside of the region, and pass "
+                "them in as arguments."
             )
         return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
 
     def _matching(self, operator: Operator, touched: list[int]) -> int:
-        """The entry that this operation is; -1 if there is none."""
+        """The entry that this operation matches; -1 if it matches no entry."""
         i, entries = self.i, self.entries
         while i < self.end and entries[i].overload is None:
             i += 1
@@ -453,12 +477,12 @@ class Rerun(Ledger):
         return -1
 
     def _may_have_made(self, maker: int, storage: int) -> bool:
-        """Whether an entry made this memory, as far as it is known."""
+        """Whether this entry may have made this memory; true if the maker is unknown."""
         found = self.maker_of(storage) if storage in self.made else -1
         return found in (maker, -1)
 
     def leave_out(self, t: Tensor) -> None:
-        """``t`` is not computed."""
+        """Note that the memory of ``t`` is not computed."""
         storage = _torch.memory_of(t)
         self.hollow[storage._cdata] = weakref.ref(storage)
 
@@ -474,7 +498,7 @@ class Rerun(Ledger):
             raise BeginAgain
 
     def holds_unwritten(self) -> bool:
-        """Whether memory that was not computed is alive."""
+        """Whether memory that was not computed is still alive."""
         if not self.hollow:
             return False
         hollow = []

@@ -94,16 +94,16 @@ class Frame:
         return wrapped[0] if len(wrapped) == 1 else at_depth(level, lambda: _dual(*wrapped))
 
     def width(self, slot: Any) -> int:
-        """How many values below make one with this slot."""
+        """The number of values one level down that make a value with this slot."""
         return 2 if slot and self.kind is JVP else 1
 
     def lower_all(self, values: list[Tensor], level: int) -> tuple[list[Tensor], list[Any]]:
-        """Values one level down, and the slots of those that they make."""
+        """The values one level down that make ``values``, and the slots of ``values``."""
         lowered = [self.lower(t, level) for t in values]
         return [t for below, _ in lowered for t in below], [slot for _, slot in lowered]
 
     def lift_all(self, values: Sequence[Tensor], slots: list[Any], level: int) -> list[Tensor]:
-        """The values that these make, one level up."""
+        """The values, one level up, that ``values`` make."""
         it = iter(values)
         return [self.lift([next(it) for _ in range(self.width(s))], s, level) for s in slots]
 
@@ -111,7 +111,7 @@ class Frame:
 def _dual(t: Tensor, tangent: Tensor) -> Tensor:
     if 0 in t.stride() and t.numel() > 1:  # torch refuses duals of expanded memory
         t = t.contiguous()
-    with torch.enable_grad():  # a stand-in may be made where it is off
+    with torch.enable_grad():  # a stand-in may be made while grad mode is off
         return fwAD.make_dual(t, tangent)
 
 
@@ -126,13 +126,13 @@ def has_jvp() -> bool:
 
 
 def at_depth(n: int, body: Callable[[], T]) -> T:
-    """What ``body`` returns where only the levels 1 to ``n`` are active."""
+    """Call ``body`` with only the levels 1 to ``n`` active; returns its result."""
     depth = _torch.functorch_depth()
     if depth <= n:
         return body()
     popped: list[Any] = []
     try:
-        # (In one call of C: an interrupt in between would lose a level.)
+        # (All in one call of C code, because an interrupt between two calls would lose a level.)
         popped.extend(starmap(_torch.pop_layer, repeat((), depth - n)))
         return body()
     finally:
@@ -166,7 +166,7 @@ def base_of(t: Tensor) -> Tensor:
 
 
 def inside(t: Tensor, depth: int) -> Tensor:
-    """What ``t`` wraps at the levels above ``depth``."""
+    """The tensor within the wrappers that ``t`` has at the levels above ``depth``."""
     while level_of(t) > depth:
         t = _torch.inner_of(t)
     return t
@@ -193,7 +193,7 @@ def is_mapped_only(t: Tensor, depth: int) -> bool:
 
 
 def are_one(t: Tensor, other: Tensor) -> bool:
-    """Whether two plain tensors are one, or are the same elements of one memory."""
+    """Whether two plain tensors are the same object, or the same elements of the same memory."""
     if t is other:
         return True
     if level_of(t) > 0 or level_of(other) > 0 or not _torch.is_dense(t) or _torch.tracing():
@@ -208,7 +208,8 @@ def are_one(t: Tensor, other: Tensor) -> bool:
 def has_no_node(t: Tensor) -> bool:
     """Whether no node has made ``t``.
 
-    torch refuses to tell of a view that was made under ``no_grad()`` and written there: none has.
+    For a view that was made and written under ``no_grad()``, torch raises an error instead. No node
+    has made such a view.
     """
     try:
         return t.grad_fn is None

@@ -1,10 +1,11 @@
-"""The function mode of a region: it numbers tensors, writes down calls, and compares them.
+"""The function mode of a region: it numbers tensors, logs calls, and compares them.
 
 NOTE [by place]
-A tensor that is neither an input nor made inside is foreign: the closure's, a module's, a global
-one. At its first sight it becomes a further input; a replay puts that input's value where the
-forward met it, whatever lies there by then. So swapped parameters, names bound again and what is
-collected in the meantime are all one case.
+A tensor that is neither an input nor made inside is foreign. It comes from a closure, a module or a
+global name. When the region first meets a foreign tensor, the tensor becomes a further input. A
+replay passes the value of that input to the same argument of the same call, whatever tensor user
+code passes there at that time. So one rule covers parameters that were swapped, names that were
+bound to other tensors, and tensors that were garbage collected in the meantime.
 """
 
 from __future__ import annotations
@@ -47,30 +48,30 @@ Body = Callable[..., list[Tensor]]
 _NO_CALLS = {*MAKERS, *HOOKS, *SWITCHES, saving.shown}
 
 
-_TAPE = (0, 1, "outputs", "inputs")  # arguments of ``torch.autograd.grad`` that are on a tape
+_TAPE = (0, 1, "outputs", "inputs")  # the arguments of `torch.autograd.grad` that are on the tape
 
 
 def _as_it_is(t: Tensor, given: list[Any]) -> tuple[Any, Tensor]:
-    """As `Listener._place`, for what is on a tape that was made outside: nothing replaces it."""
+    """As `Listener._place`, for a tensor on a tape that was made outside: it is not replaced."""
     return OUTSIDE, t
 
 
 class Listening:
-    """What is on the stack of function modes while the code of a region runs.
+    """The function mode that is on the stack while the code of a region runs.
 
-    A transform or a region inside tells it what it is given and what it returns: `take` makes that
-    a call of this region, `give` numbers its results. In between this one sleeps, and `mark` and
-    `resume` say which call the results are of.
+    A transform or a region inside reports its arguments and its results to it. `take` logs them as
+    a call of this region, and `give` numbers the results. In between, this listener sleeps; `mark`
+    and `resume` identify the call that the results belong to.
     """
 
-    asleep: bool  # the engine, or a region inside, runs: its calls are not this region's
-    at: int  # how many calls have been made
-    ledgers: tuple[Any, ...]  # those that are told of each call
-    inside: Any = None  # the follower of a script whose region runs inside, if one does
-    is_replayed = False  # it must make the very calls of an earlier run
+    asleep: bool  # the engine or a region inside is running; its calls are not this region's
+    at: int  # the number of calls so far
+    ledgers: tuple[Any, ...]  # the ledgers to notify of each call
+    inside: Any = None  # the follower of a region that runs inside, if there is one
+    is_replayed = False  # whether the run must make the same calls as an earlier run
 
     def listener(self) -> Any:
-        """What listens now: another one, where this one has handed over."""
+        """The listener that is active now: another one, if this one has handed over."""
         raise NotImplementedError
 
     def hears(self) -> bool:
@@ -78,68 +79,81 @@ class Listening:
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """What runs now is not the region's own code."""
+        """Ignore calls: the code that runs now is not the region's own."""
         self.asleep = True
 
     def wake(self) -> None:
-        """The region's own code runs again."""
+        """Listen again: the region's own code continues."""
         self.asleep = False
 
     def take(self, title: Any, tensors: list[Any]) -> list[Any]:
-        """What a transform or a region inside is given, as stand-ins: a call of that title.
+        """Log a transform or a region inside as a call; returns its arguments as stand-ins.
 
-        A custom Function's ``apply`` is given other things than tensors, too, which are compared.
+        The ``apply`` of a custom Function has arguments that are not tensors, too. They are
+        compared.
         """
         raise NotImplementedError
 
     def mark(self) -> int:
-        """The call that was made last, by its place in the log."""
+        """The position of the last call in the log."""
         return self.at - 1
 
     def resume(self, mark: int) -> None:
-        """What is given next was made by this call."""
+        """Assign the results that `give` gets next to this call."""
         raise NotImplementedError
 
     def log_inside(self) -> list[Call] | None:
-        """The log that a region inside, which was taken in just now, must make."""
+        """The log that the region inside must make whose call was logged last."""
         raise NotImplementedError
 
     def wanted_inside(self) -> dict[int, Tensor | None]:
-        """Which results the region inside, taken in just now, is to hold, by its numbers."""
+        """The results to hold of the region inside whose call was logged last, by its numbers."""
         raise NotImplementedError
 
     def note_inside(self, calls: list[Call]) -> None:
-        """The log that the region inside has made."""
+        """Store the log that the region inside has made."""
         raise NotImplementedError
 
     def give(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What a transform or a region inside returns, inputs as stand-ins."""
+        """Number the results of a transform or region inside; returns inputs as stand-ins."""
         raise NotImplementedError
 
     def give_further(self, results: list[tuple[int, Tensor]]) -> None:
-        """What a region inside has found to leave it otherwise than by return, by its numbers."""
+        """Number tensors that left a region inside without being returned.
+
+        ``results`` has each with its number in that region.
+        """
         raise NotImplementedError
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor made of data, here or in a region inside: as in the forward (rule 3)."""
+        """A tensor of Python's or NumPy's data, made here or in a region inside.
+
+        A replay returns the tensor of the forward (rule 3).
+        """
         raise NotImplementedError
 
     def hang(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Hang a hook on a tensor, or retain its gradient; not once more on an argument."""
+        """Register a hook on a tensor, or retain its gradient.
+
+        A replay does not do this again for arguments, where it would be one hook too many.
+        """
         raise NotImplementedError
 
     def hide(self, why: str) -> None:
         """Later runs can't follow this one, for what a region inside does."""
 
     def set_aside(self, nodes: int) -> None:
-        """A region inside has made so many nodes: how many depends on whether it was recorded."""
+        """Note how many nodes a region inside has made.
+
+        They are counted apart, because a recorded run makes more nodes than one that follows.
+        """
 
 
 class Listener(TorchFunctionMode, Listening):
     """Numbers the tensors of a region as its code runs, and compares its calls with a log.
 
-    A call or an operand that is not as expected is treated as in a replay; `captures.Captures` says
-    how a forward differs.
+    This class treats unexpected calls and operands as a replay does. `captures.Captures` overrides
+    what a forward does differently.
     """
 
     def __init__(
@@ -149,25 +163,26 @@ class Listener(TorchFunctionMode, Listening):
         self.n_args, self.depth = region.n_args, _torch.functorch_depth()
         self.norms = region.settings.norms
         self.strict = region.options.determinism_check != "none"
-        self.outer: Listening | None = None  # of the region around
-        self.asleep = False  # the engine, or a region inside, runs: its calls are not this region's
-        # By id, a weak reference to a tensor and its number. (An id alone says nothing: one that
-        # lives in C++ gets a Python object, and with it an id, when it is first looked at.)
+        self.outer: Listening | None = None  # the listener of the enclosing region
+        self.asleep = False  # the engine or a region inside is running
+        # By the id of a tensor, a weak reference to it and its number. The reference is needed,
+        # because an id may be used again. (And a tensor that only C++ holds gets its Python object,
+        # and so an id, when Python first looks at it.)
         self.known = {id(t): (ref(t), -1 - i) for i, t in reversed([*enumerate(standins)])}
-        self.serial = 0  # the last number that a result has
-        self.wanted: dict[int, Tensor | None] = {}  # results that are to be held, by number
+        self.serial = 0  # the number of the newest result
+        self.wanted: dict[int, Tensor | None] = {}  # results that must be held, by number
         self.leaves: set[int] = set()  # numbers of results that are leaves
         self.jagged: list[Any] = []  # the symbolic sizes of nested tensors
         self.calls: list[Call] = []  # the log of this run
-        self.at = 0  # how many calls have been made
+        self.at = 0  # the number of calls so far
         self.expect(expected)
-        self.last: tuple[Call, Call | None]  # the call at hand, and what was expected
+        self.last: tuple[Call, Call | None]  # the current call, and the one expected in its place
 
     def expect(self, log: list[Call] | None) -> None:
-        """The log to compare with; ``None`` in a first run."""
+        """Set the log to compare with; ``None`` in a first run."""
         self.expected, self._coming = log, iter(log or ())
         self.is_replayed = log is not None
-        self.due = next(self._coming, None)  # what is expected next
+        self.due = next(self._coming, None)  # the call that is expected next
 
     def listener(self) -> Listener:
         return self
@@ -176,7 +191,7 @@ class Listener(TorchFunctionMode, Listening):
         self.last = self.calls[mark], None if self.expected is None else self.expected[mark]
 
     def take_over(self, follower: Any) -> None:
-        """Go on where one that has followed a script has met something else."""
+        """Continue a run from the call at which its follower has departed from the script."""
         self.depth = follower.depth
         for number, known in enumerate(follower.refs):
             if known is not None and (t := known()) is not None:
@@ -191,28 +206,31 @@ class Listener(TorchFunctionMode, Listening):
                 self.know(t, -1 - i)
         self.calls, self.at = follower.calls_so_far(), follower.at
         numbers = [number for call in self.calls for number, _, _ in call.results]
-        self.serial = max([0, *numbers])  # (a call may return an input, and no other may)
+        self.serial = max([0, *numbers])  # (0 if all calls so far have returned inputs)
         self._coming = iter((self.expected or ())[self.at :])
         self.due = next(self._coming, None)
 
     def go_on_after(self, call: Call) -> None:
-        """A call, which is as expected, has been made, and is about to return."""
+        """Note that an expected call has been made and is about to return."""
         self.last = call, self.due
         self.advance(call)
 
     # -- numbers
 
     def know(self, t: Tensor, number: int) -> None:
-        """``t`` has this number."""
+        """Note the number of ``t``."""
         self.known[id(t)] = ref(t), number
 
     def number_of(self, t: Tensor) -> int | None:
-        """The number of a tensor that is known."""
+        """The number of ``t``; ``None`` if it is not known yet."""
         known = self.known.get(id(t))
         return known[1] if known is not None and known[0]() is t else None
 
     def number_within(self, t: Tensor) -> int | None:
-        """The number of ``t``, or of what it wraps at levels that have ended, or are new."""
+        """The number of ``t``, or of the tensor that it wraps.
+
+        Wrappers of levels that have ended, or that were entered inside, are taken off.
+        """
         value = levels.alive(t)
         number = self.number_of(value)
         while number is None and _torch.level_of(value) > self.depth:
@@ -221,9 +239,10 @@ class Listener(TorchFunctionMode, Listening):
         return number
 
     def meet(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor]:
-        """The number of a tensor that is not known, or not as expected, and what to put there.
+        """The number of an operand that is unknown or unexpected, and the tensor to use for it.
 
-        ``number`` is its own, if it is known; ``due`` what the log has here, if there is one.
+        ``number`` is the number of ``t``, if it is known. ``due`` is the log's entry for this
+        operand, if there is a log.
         """
         if (placed := self.placed(t, number, due)) is not None:
             return placed
@@ -231,9 +250,9 @@ class Listener(TorchFunctionMode, Listening):
         return (INSIDE if number is None else number), t
 
     def placed(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor] | None:
-        """The input that the forward met here, whatever lies here now (see NOTE [by place]).
+        """The input that the forward met here, whichever tensor is here now (NOTE [by place]).
 
-        ``None`` where it met no input, or where ``t`` is a result, or another argument.
+        ``None`` if the forward met no input here, or if ``t`` is a result or another argument.
         """
         if type(due) is not int or due >= 0:
             return None
@@ -253,9 +272,10 @@ class Listener(TorchFunctionMode, Listening):
         return due, self.wrapped_again(value, self.standins[-1 - due])
 
     def wrapped_again(self, t: Tensor, standin: Tensor) -> Tensor:
-        """``t``, which a transform of torch.func has wrapped, with a stand-in inside of it.
+        """Wrap ``standin`` as a transform of torch.func has wrapped ``t``.
 
-        A transform that differentiates knows its wrappers as leaves, and they can't be exchanged.
+        This raises an error if the transform differentiates: it holds its own wrappers as leaves,
+        and they can't be replaced.
         """
         if levels.are_one(levels.inside(t, self.depth), standin):
             return t
@@ -266,13 +286,13 @@ class Listener(TorchFunctionMode, Listening):
     # -- calls
 
     def hears(self) -> bool:
-        """Whether it is the region's own code that runs, and not the engine or an operator."""
+        """Whether the region's own code is running, and not the engine or an operator."""
         return not (
             self.asleep
             or key_excluded(AUTOGRAD)
-            # Python that an operator runs below functorch (a decomposition):
+            # Python code of an operator below functorch (a decomposition):
             or (peek_interpreter() is not None and not _torch.key_included(FUNCTORCH_FRONT))
-            # The same, where a level is left that the operator has not come to yet:
+            # The same, while there are levels below that the operator has yet to reach:
             or (self.depth and _torch.functorch_depth() < self.depth)
             or (self.ledgers and any(ledger.busy for ledger in self.ledgers))
         )
@@ -284,7 +304,7 @@ class Listener(TorchFunctionMode, Listening):
         return self.call(func, args, kwargs or {})
 
     def advance(self, call: Call) -> None:
-        """A call is about to be made, which is as expected."""
+        """Note that an expected call is about to be made."""
         for ledger in self.ledgers:
             ledger.next_call()
         self.calls.append(call)
@@ -292,7 +312,7 @@ class Listener(TorchFunctionMode, Listening):
         self.due = next(self._coming, None)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """One call of the region's code."""
+        """Log, compare and make one call of the region's code."""
         if func in _NO_CALLS:
             if func is saving.shown:
                 return saving.name(self, *args)
@@ -326,7 +346,7 @@ class Listener(TorchFunctionMode, Listening):
         return self.returned(out, in_a_row(args, kwargs), in_a_row(new_args, new_kwargs))
 
     def log(self, call: Call) -> Call | None:
-        """A call is about to be made; returns what is expected here."""
+        """Log a call that is about to be made; returns the call that is expected here."""
         due = self.due
         if self.expected is not None and (due is None or not self.matches(call, due)):
             self.departs(call, due)
@@ -336,7 +356,7 @@ class Listener(TorchFunctionMode, Listening):
         return due
 
     def _place(self, t: Tensor, given: list[Any]) -> tuple[int, Tensor]:
-        """The number of a tensor that is the next argument, and what to put there."""
+        """The number of a tensor that is the next operand, and the tensor to use for it."""
         number, due, expected = self.number_of(t), self.due, None
         if due is not None and len(given) < len(due.given):
             expected = due.given[len(given)]
@@ -345,9 +365,10 @@ class Listener(TorchFunctionMode, Listening):
         return number, t
 
     def returned(self, out: Any, given: Any, operands: Any) -> Any:
-        """A call has returned: number its results; where one is an operand, it is as given.
+        """Number the results of a call that has returned.
 
-        (No stand-in must get into a module.)
+        If a result is an operand, user code gets the tensor that it has passed. Otherwise an
+        in-place operation could put a stand-in into a module.
         """
         call, due = self.last
         if isinstance(out, (Tensor, tuple, list)):
@@ -364,9 +385,9 @@ class Listener(TorchFunctionMode, Listening):
                 self._result(out, number)
                 return swaps.get(id(out), out)
             if isinstance(first, Tensor) and levels.base_of(out) is levels.base_of(first):
-                number = self.last[0].given[0]  # ``x.to(x.dtype)``, at a level
+                number = self.last[0].given[0]  # at a level, ``x.to(x.dtype)`` is a new wrapper
             elif self._number_due() in self.last[0].given:
-                number = self._next()  # an operand in the other run, and not in this one
+                number = self._next()  # the other run has returned an operand; this one has not
             self._result(out, number)
             return out
         if not is_of(out, (tuple, list)):
@@ -376,13 +397,16 @@ class Listener(TorchFunctionMode, Listening):
         return out if all(x is y for x, y in zip(new, inside)) else sequence_like(type(out), new)
 
     def _number_due(self) -> int | None:
-        """The number that the next result of the call at hand is to have, if that is expected."""
+        """The number that the log has for the next result of the current call."""
         call, due = self.last
         place = len(call.results)
         return due.results[place][0] if due is not None and place < len(due.results) else None
 
     def _result(self, t: Tensor, number: int | None) -> None:
-        """``t`` is a result of the call at hand; its number is what is due, or new, if ``None``."""
+        """Note that ``t`` is a result of the current call.
+
+        If ``number`` is ``None``, it gets the number in the log, or else a new one.
+        """
         if number is None and (number := self._number_due()) is None:
             number = self._next()
         self.know(t, number)
@@ -391,9 +415,10 @@ class Listener(TorchFunctionMode, Listening):
         self._seen(t, number)
 
     def _jagged(self, t: Tensor) -> Any:
-        """The shape of a nested tensor; each tensor of offsets has a size that equals itself alone.
+        """The shape of a nested tensor, with symbolic sizes replaced by names.
 
-        In another run it is another one, so it is named by its place among those of this run.
+        The symbolic size belongs to one tensor of offsets and equals only itself. Another run has
+        other offsets, so each size is named by its position among those of its run.
         """
         shape: list[Any] = []
         for n in t.shape:
@@ -418,25 +443,28 @@ class Listener(TorchFunctionMode, Listening):
         return self.serial
 
     def changes_leaf(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a call has switched ``requires_grad`` of a captured leaf; a replay does not."""
+        """Whether a call switches ``requires_grad`` of a captured leaf.
+
+        A forward makes the call here. A replay does not repeat it.
+        """
         return self.due is not None and self.due.given == [OUTSIDE]
 
     def pulls_back_outside(self, args: Any, kwargs: Any) -> bool:
-        """Whether a call of ``torch.autograd.grad`` is of a tape that was made outside."""
+        """Whether a call of ``torch.autograd.grad`` is for a tape that was made outside."""
         return self.due is not None and self.due.given[:1] == [OUTSIDE]
 
     # -- what a forward does differently
 
     def matches(self, call: Call, due: Call) -> bool:
-        """Whether a call is the one that is expected."""
+        """Whether a call is the expected one."""
         return same_call(call, due, self.strict)
 
     def departs(self, call: Call, due: Call | None) -> None:
-        """A call is not the one that is expected."""
+        """Raise an error for a call that is not the expected one."""
         raise departures.differently(self.region, self, call, due)
 
     def differs(self, call: Call, due: Call) -> None:
-        """A call has not returned what is expected."""
+        """Handle a call whose results have other numbers, shapes or dtypes than expected."""
         if self.strict:
             self.departs(call, due)
 
@@ -457,10 +485,10 @@ class Listener(TorchFunctionMode, Listening):
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
         return self.standins[self.log(Call(DATA, [])).kept]  # type: ignore[union-attr, index]
 
-    # -- what the engine, a transform or a region inside tells
+    # -- reports of the engine, of transforms and of regions inside
 
     def take(self, title: Any, tensors: list[Any]) -> list[Any]:
-        asleep, self.asleep = self.asleep, True  # taking duals apart is an operation of torch's
+        asleep, self.asleep = self.asleep, True  # unpacking a dual tensor calls torch
         given: list[Any] = []
         taken = [listed(t, given, self._place) for t in tensors]
         self.log(Call(title, given))
@@ -501,7 +529,10 @@ class Listener(TorchFunctionMode, Listening):
         return {inner: None for inner, number in further.items() if number in self.wanted}
 
     def finish(self, results: list[Tensor]) -> list[Tensor]:
-        """The region's code has returned; the results as the engine hands them on: no leaves."""
+        """Log the return of the region's code.
+
+        Returns the results as the engine hands them on: each stand-in, a leaf, becomes a view.
+        """
         self.asleep = True
         results = self.take(RETURN, results)
         return [
@@ -511,9 +542,9 @@ class Listener(TorchFunctionMode, Listening):
 
 
 def listening(*, heard: bool = False) -> Listening | None:
-    """The listener of the region whose code runs; ``None`` outside, and inside of a call.
+    """The listener of the region whose code is running; ``None`` outside, and inside of a call.
 
-    With ``heard``, ``None`` also where it is not the region's own code that runs.
+    With ``heard``, it is also ``None`` if the code that is running is not the region's own.
     """
     for i in range(_torch.function_depth() - 1, -1, -1):
         mode = _torch.function_mode_at(i)

@@ -36,16 +36,17 @@ class RematModule:
         return self.__dict__.copy() if state is object.__getstate__ else dict(state(self))
 
     def __prepare_scriptable__(self) -> Any:
-        """What ``torch.jit.script`` calls first."""
+        """Raise an error: ``torch.jit.script`` calls this method first."""
         raise TypeError("torch.jit.script can't read a region: script the module without remat")
 
 
 def _base(cls: type) -> type:
-    """The class that one of a region is derived from."""
+    """The original class, from which the class of a region is derived."""
     return cls.__mro__[cls.__mro__.index(RematModule) + 1]
 
 
-# By the class of the original; neither is held: a parametrized module has a class of its own.
+# The derived classes, by original class. Neither is held, because each parametrized module has a
+# separate class.
 _known: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 

@@ -12,14 +12,14 @@ from functx._remat.saving import named
 
 
 def checkpoint_name(x: Any, name: str) -> Any:
-    """``x`` itself, which a policy of a region around may keep under ``name``.
+    """Return ``x``, and give it a name under which a policy of an enclosing region may save it.
 
     Args:
-        x: a pytree of tensors, and anything else. A value may have several names.
-        name: what `functx.checkpoint_policies` are to call it.
+        x: A pytree of tensors and other objects. A value may have several names.
+        name: The name for `functx.checkpoint_policies`.
 
     Returns:
-        ``x``; tensors that a policy keeps are copies, which share no memory with what is computed.
+        ``x``. A tensor that a policy saves is a copy, which shares no memory with the original.
 
     Raises:
         TypeError: ``name`` is not a string.

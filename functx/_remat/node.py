@@ -1,14 +1,14 @@
 """The node of a region at one level.
 
-It keeps the inputs at that level, through autograd: they are freed and checked for writes as those
-of any other node. Its backward is itself a region, "replay, then pull back", if anybody
-differentiates it (`pullback.RegionPullback`), so that derivatives of any order recompute.
+It saves the inputs at that level through autograd, so they are freed and checked for writes like
+those of any other node. If its backward is differentiated, it is itself a region: "replay, then
+pull back" (`pullback.RegionPullback`). So derivatives of any order recompute.
 
 NOTE [leaves asked for]
-A pullback computes the gradients that the backward pass asks for, and no others. torch says whether
-the pass runs a node (`will_run`), but it raises an error for a leaf that is an input of
-`torch.autograd.grad`. Raising takes longer than everything else that the node does. So functx's own
-backward passes say which leaves they ask for (`asking_for`). And once torch has raised at the base
+A pullback computes only the gradients that the backward pass asks for. torch says whether the pass
+runs a node (`will_run`), but it raises an error for a leaf that is an input of
+`torch.autograd.grad`. The error takes longer than everything else that the node does. So functx's
+own backward passes say which leaves they ask for (`asking_for`). Once torch has raised at the base
 level in runs of a script, later nodes get a view of each leaf, for which torch does not raise.
 """
 
@@ -35,21 +35,21 @@ from functx._torch import graphs
 
 
 class Payload:
-    """What a node knows beside what it saves."""
+    """The data of a node, in addition to its saved tensors."""
 
     __slots__ = ("level", "n_leaves", "n_values", "region", "requiring", "versions", "wanted")
-    region: Region  # what to replay
-    level: int  # that the node belongs to
-    n_values: int  # how many it keeps of its level, ...
-    n_leaves: int  # ... and how many leaves that no mode saw, after them
+    region: Region  # the region to replay
+    level: int  # the level of the node
+    n_values: int  # the number of saved values of its level, ...
+    n_leaves: int  # ... and of leaves that no mode saw; they come after the values
     requiring: list[int]  # the values that require grad, and the leaves
-    wanted: Sequence[int]  # which results of the level require grad, in the order of its outputs
-    # Version of each value: autograd's own check sees wrappers only.
+    wanted: Sequence[int]  # the results that require grad, in the order of the node's outputs
+    # The version of each value. (At a level, autograd's check compares versions of wrappers only.)
     versions: list[int]
 
 
 class RegionNode(_torch.SingleLevelFunction):
-    """Hangs the results of a region on what it keeps."""
+    """The autograd function that attaches the results of a region to its saved tensors."""
 
     @staticmethod
     def forward(
@@ -89,9 +89,10 @@ class RegionNode(_torch.SingleLevelFunction):
 def pull_back(
     payload: Any, saved: list[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients of a node's values that require grad, and of its leaves, where they are needed.
+    """The gradients of a node's values that require grad, and of its leaves.
 
-    Saved are its values, its leaves, and what the policy kept.
+    ``saved`` has the values, the leaves, and the values that the policy saved. A gradient that is
+    not needed is ``None``.
     """
     requiring = payload.requiring
     asked = [i for i, need in zip(requiring, needs) if need]
@@ -111,7 +112,8 @@ def pull_back(
     if outer is not None:
         outer.sleep()
     try:
-        # The backward is a region again (but under ``is_grads_batched``, whose vmap can't detach):
+        # If it is differentiated, the backward is a region again. (Not under ``is_grads_batched``,
+        # because the vmap of that option can't detach.)
         if observers.tracers or (
             torch.is_grad_enabled()
             and any(map(levels.is_tracked, values + kept + given + leaves))
@@ -135,12 +137,12 @@ def pull_back(
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
-    """The version of each tensor itself: a mode may answer for what stands in its place."""
+    """The version of each tensor. Modes are off: one might answer for another tensor."""
     with _torch.without_function_modes():
         return [0 if t.is_inference() else t._version for t in map(levels.base_of, tensors)]
 
 
-# For each backward pass of functx's that is under way, the ids of the leaves that it asks for.
+# For each running backward pass of functx, the ids of the leaves that it asks for.
 _asked_leaves: list[set[int]] = []
 
 
@@ -156,7 +158,7 @@ def asking_for(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _is_asked(node: Any, script: Script) -> bool:
-    """Whether this very pass asks for a gradient."""
+    """Whether the running backward pass asks for the gradient at this node."""
     if _asked_leaves and (leaf := getattr(node, "variable", None)) is not None:
         key = id(leaf)
         for ids in _asked_leaves:
@@ -164,25 +166,26 @@ def _is_asked(node: Any, script: Script) -> bool:
                 return True
     try:
         return node is not None and _torch.will_run(node)
-    except RuntimeError:  # torch's, of a leaf that `torch.autograd.grad` is asked for
+    except RuntimeError:  # torch raises it for a leaf that is an input of `torch.autograd.grad`
         script.has_leaves_asked = True  # see NOTE [leaves asked for]
         return True
 
 
 def _is_dense_leaf(t: Tensor) -> bool:
-    """Whether a leaf can have a view: sparse ones can't."""
+    """Whether ``t`` is a leaf that can have a view; sparse leaves can't."""
     return t.grad_fn is None and t.layout is torch.strided
 
 
 def _sharing(results: list[Tensor], inputs: Inputs | list[Tensor], n: int) -> list[Tensor]:
-    """Results at the base level, those that share memory with an input or another as views.
+    """Replace results that share memory with an input or another result by views.
 
-    torch lets nobody write to a Function's view: what shares its memory would not know. (At a level
-    above that can't be had, since in a Function no level below records it.) The first ``n`` were
-    returned. The others are the program's own tensors, which stay themselves.
+    torch raises an error for a write to a view that a Function returns, so a write can't change
+    the other tensors unnoticed. This works at the base level only: inside of a Function, no level
+    below records the view. The first ``n`` results were returned. The others are tensors that user
+    code holds, and they stay as they are.
     """
     if type(inputs) is list and len(results) == 1:
-        # The most frequent case, without making sets.
+        # The most common case, without building sets.
         mine = _torch.storage_of(results[0])
         for t in inputs:
             if _torch.storage_of(t) == mine != -1:
@@ -208,9 +211,9 @@ def attach_simply(
     results: list[Tensor],
     outermost: bool,
 ) -> list[Tensor]:
-    """What `attach` does at the base level if all results require grad and only values are kept.
+    """`attach` at the base level, if all results require grad and only input values are saved.
 
-    Nearly all nodes are such. It goes without the checks that the others need.
+    This is the case for nearly all nodes. It does not need the checks of the other cases.
     """
     if outermost and observers.of_nodes:
         for callback in observers.of_nodes:
@@ -238,12 +241,13 @@ def attach(
     inputs: Inputs | None,
     outermost: bool,
 ) -> list[Tensor]:
-    """The results at one level, off the tape, those that are ``required`` to have grad on a node.
+    """Attach the results at one level to a node.
 
-    It keeps the inputs' values at this level, of which those in ``requiring`` require grad,
-    ``leaves`` that no mode saw, and what the policy keeps; copies, of tensors of inference mode.
-    Without ``inputs``, the values are all that is to know of them. Observers are told of nodes of
-    regions that are in no other one.
+    ``results`` are off the tape. Those that are ``required`` to have a gradient become outputs of
+    the node. The node saves the ``values`` of the inputs at this level, the ``leaves`` that no mode
+    saw, and the values that the policy saves (``kept``). Inference tensors are saved as copies.
+    ``requiring`` lists the values that require grad. If ``inputs`` is ``None``, the values are
+    plain tensors at the base level. Observers are notified of nodes of outermost regions only.
     """
     if outermost and observers.of_nodes:
         for callback in observers.of_nodes:
@@ -290,7 +294,7 @@ def attach(
 
 
 def required_of(values: list[Tensor], k: int, inputs: Inputs) -> list[bool]:
-    """Which results require grad at level k."""
+    """For each result, whether it requires grad at level k."""
     if k and inputs.frames[k - 1].kind is not levels.GRAD:
         return []
     # (A view made under no_grad at a functorch level says that it requires grad.)
@@ -303,7 +307,7 @@ def required_of(values: list[Tensor], k: int, inputs: Inputs) -> list[bool]:
 
 
 def off_the_tape(t: Tensor, k: int) -> Tensor:
-    """A result that its tape does not know."""
+    """A result without its history at level k."""
     if k == 0:
         if _torch.dual_level() >= 0 and fwAD.unpack_dual(t).tangent is not None:
             raise AssertionError("functx: a dual of plain forward mode at the base level")

@@ -1,6 +1,6 @@
-"""Telling tools which regions keep what, and when they run again; or making none.
+"""Observers: tools see what regions save and when they run again, or switch regions off.
 
-What is observed is per thread: a tool that measures sees what its own thread runs.
+Observers are per thread: a tool that measures sees the regions of its thread only.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class _Observers(threading.local):
         self.of_replays: list[Any] = []
         self.of_names: list[Any] = []
         self.of_runs: list[Any] = []
-        self.recorded: dict[Any, Any] = {}  # while these observe; see `runs`
-        self.without: list[Any] = []  # regions are plain calls where it is not empty
-        self.tracers: list[Any] = []  # `forward.run` where regions are to be nodes of a graph
+        self.recorded: dict[Any, Any] = {}  # earlier runs, for `of_runs`; see `runs`
+        self.without: list[Any] = []  # if it is not empty, regions are plain calls
+        self.tracers: list[Any] = []  # replacements of `forward.run` that make nodes of a graph
 
 
 observers = _Observers()
@@ -56,9 +56,10 @@ def on_name(callback: Callable[[Tensor, str], None]) -> AbstractContextManager[N
 def on_run(callback: Callable[[str, str], None]) -> Iterator[None]:
     """Call ``callback(name, how)`` after each forward of a region.
 
-    It says whether the run has followed a script ("followed"), has departed from it ("departed: at
-    CALL"), or why it was recorded ("recorded: REASON"): the reason is "the first run" where there
-    was none before, in this context, of the region or its function, with inputs of the same kinds.
+    ``how`` says that the run has followed a script ("followed"), that it has departed from one
+    ("departed: at CALL"), or why it was recorded ("recorded: REASON"). The reason is "the first
+    run" if this context has seen no earlier run of the region, or of its function, with inputs of
+    the same kinds.
     """
     with within(observers.of_runs, callback):
         try:
@@ -69,5 +70,5 @@ def on_run(callback: Callable[[str, str], None]) -> Iterator[None]:
 
 
 def no_regions() -> AbstractContextManager[None]:
-    """What is a region elsewhere is a plain call in here."""
+    """In this context, calls of regions are plain calls."""
     return within(observers.without, None)

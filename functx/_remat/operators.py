@@ -1,4 +1,4 @@
-"""What an ATen operator does to memory: a view, new memory, a write, a draw."""
+"""The effect of an ATen operator on memory: a view, new memory, a write, a draw."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from functx import _torch
 
-# To the ledger: NEW can be left out, and WRITE to memory that the region made; views make nothing;
-# what is DRAWN in a graph is kept.
+# Kinds of operators for the ledger. A replay may leave out NEW, and WRITE if the region made the
+# memory. A VIEW makes no memory. The results of DRAWN, random numbers in a graph, are saved.
 NEW, VIEW, WRITE, ALWAYS, SILENT, DRAWN = "new", "view", "write", "always", "silent", "drawn"
 
 
@@ -18,19 +18,20 @@ def _overloads(names: str) -> set[Any]:
     return {getattr(torch.ops.aten, name).default for name in names.split()}
 
 
-# The engine's own, which may differ in number between a run and its replay.
+# Operators of the engine. Their number may differ between a run and its replay.
 _SILENT = _overloads("detach alias is_same_size _has_same_storage_numel") | _torch.LOOKS
-# Read the layout of their argument, not its numbers.
+# These read the layout of their argument, and not its values.
 _SHAPE_ONLY = _overloads(
     "zeros_like ones_like empty_like full_like rand_like randn_like "
     "new_empty new_zeros new_ones new_full new_empty_strided _new_zeros_with_same_feature_meta"
 )
-# Unwritten memory: what a replay inside has left out, which another one may not. Zeros whose kind,
-# without memory, or whose storage, as large as another's, decides what runs next.
+# A replay never leaves these out. `empty_strided` may be a placeholder from an inner replay. The
+# kinds of zeros decide which operations run next, by a property that a placeholder does not have:
+# that they have no memory, or that their storage is as large as another one.
 _ALWAYS = _overloads("empty_strided _efficientzerotensor _new_zeros_with_same_feature_meta")
-# Make memory for others to fill.
+# These allocate memory that other operations fill.
 _BLANK = "aten.empty", "aten.zeros", "aten.new_empty", "aten.new_zeros"
-_RUNNING, _TRAINING = (3, 4), 5  # which arguments of batch norms
+_RUNNING, _TRAINING = (3, 4), 5  # positions of these arguments of batch norms
 
 
 # Operators of other namespaces are extensions'.
@@ -96,7 +97,7 @@ def operator_of(overload: Any) -> Operator:
 
 
 def real_zeros(args: Any) -> Any:
-    """Arguments with memory where forward mode has zeros without any: these end the process."""
+    """Materialize efficient zero tensors; passing them to these kernels crashes the process."""
     return tuple(
         torch.zeros(a.shape, dtype=a.dtype, device=a.device)
         if isinstance(a, Tensor) and _torch.is_zero_without_memory(a)

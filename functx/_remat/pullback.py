@@ -1,4 +1,4 @@
-"""The pullback of a region as a region itself, where somebody differentiates it."""
+"""The pullback of a region, which is a region itself if it is differentiated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from functx._remat.script import Scripts
 def pull_back_in_a_region(
     payload: Any, leaves: list[Tensor], results: list[int], asked: list[int], flat: list[Tensor]
 ) -> tuple[list[int], list[Tensor]]:
-    """What `replay.pulled_back` returns, as a region of ``flat``: values, kept ones, cotangents."""
+    """`replay.pulled_back` as a region, whose inputs are ``flat``.
+
+    These are the values of the node, the values that the policy saved, and the cotangents.
+    """
     body = RegionPullback(payload, leaves, results, asked)
     region, scripts = payload.region, None
     if not (leaves or region.leaves or region.further or region.changed or region.draws):
@@ -32,7 +35,7 @@ _OPTIONS = Options(name="a pullback", is_pullback=True)
 
 @dataclass(frozen=True)
 class Title:
-    """What messages call a pullback."""
+    """The title of a pullback in messages."""
 
     of: Any
 
@@ -41,9 +44,9 @@ class Title:
 
 
 class RegionPullback:
-    """`replay.pulled_back` as the body of a region, which is given a node's values and the rest.
+    """`replay.pulled_back` as the body of a region.
 
-    Not all gradients that are asked for are there: ``found`` says which are.
+    Some gradients that are asked for may be ``None``. ``found`` lists those that are not.
     """
 
     def __init__(

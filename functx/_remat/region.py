@@ -1,4 +1,4 @@
-"""One call of a region, as data. The seven rules are in the package's docstring."""
+"""The data of one call of a region. The seven rules are in the docstring of the package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Plans(dict[Any, Any]):
-    """The plans of a function with a budget, by what it runs; a copy in a pickle has none."""
+    """The plans of a function with a budget, by the kinds of its runs. A pickled copy is empty."""
 
     def __reduce__(self) -> Any:
         return Plans, ()
@@ -29,25 +29,25 @@ NEVER = 1 << 60  # the number of a call that is not made
 
 @dataclass(frozen=True)
 class Options:
-    """What a user can say about a region."""
+    """The options of a region."""
 
-    policy: Any = None  # what to keep beside the inputs; ``None`` for nothing
+    policy: Any = None  # which values to save in addition to the inputs; ``None`` for none
     preserve_rng_state: bool | str = True  # or "all"
     determinism_check: str = "default"  # or "none"
-    debug: bool = False  # whether departures show both logs
-    name: str = "a function"  # what messages call it
-    early_stop: bool = True  # whether a replay leaves out what no pullback reads
+    debug: bool = False  # whether errors show both logs
+    name: str = "a function"  # the name of the function in messages
+    early_stop: bool = True  # whether a replay leaves out operations that the pullback doesn't need
     is_pullback: bool = False  # whether it is the pullback of another region
     budget: Any = None  # bytes, a share of the peak without remat, or a plan
-    contexts: Any = None  # the policy as ``torch.compile`` takes it; ``None`` if there is none
-    static: Any = None  # positions and names of arguments that are no tensors
-    varies: bool = False  # whether its calls are others in most runs, so that each is recorded
-    plans: Plans | None = field(default=None, compare=False, repr=False)  # for the budget so far
+    contexts: Any = None  # the policy in the form for ``torch.compile``; ``None`` without a policy
+    static: Any = None  # positions and names of arguments that are not tensors
+    varies: bool = False  # whether most runs make other calls, so that each run is recorded
+    plans: Plans | None = field(default=None, compare=False, repr=False)  # plans for the budget
     follows: bool = field(init=False, compare=False, repr=False)  # whether runs follow scripts
-    scripts: Any = field(default=None, compare=False, repr=False)  # of its runs; see `script`
+    scripts: Any = field(default=None, compare=False, repr=False)  # of earlier runs; see `script`
 
     def of(self, name: str, scripts: Any) -> Options:
-        """These options for a function of that name (`dataclasses.replace` takes longer)."""
+        """A copy with another name and scripts, in less time than with `dataclasses.replace`."""
         new: Options = object.__new__(Options)
         new.__dict__.update(self.__dict__, name=name, scripts=scripts)
         return new
@@ -58,30 +58,30 @@ class Options:
 
 
 class Region:
-    """What a replay needs to know; it holds no tensor of the program's."""
+    """The data that a replay needs. It does not hold tensors of user code."""
 
     # Set when it is called:
-    title: Any  # what messages call it: the function, and the line that called it
+    title: Any  # for messages: the function, and the line that called it
     options: Options
-    scripts: Any  # of earlier runs; ``None`` where each run is recorded
-    body: Any  # takes tensors, returns what the function returns
-    cells: Any = None  # of the closure, and what they held; see `cells`
-    n_args: int  # how many inputs are the body's arguments; the others are captured
-    settings: Settings  # what torch had set
-    frames: Sequence[levels.Frame] = ()  # the levels around, outermost first
-    draws: Any = None  # the generators that it drew from; ``None`` if they are left alone
+    scripts: Any  # of earlier runs; ``None`` if each run is recorded
+    body: Any  # takes tensors, returns the results of the function
+    cells: Any = None  # the cells of the closure and their contents; see `cells`
+    n_args: int  # the number of inputs that are arguments; the other inputs were captured
+    settings: Settings  # the settings of torch at the call
+    frames: Sequence[levels.Frame] = ()  # the levels at the call, outermost first
+    draws: Any = None  # the generators that it drew from; ``None`` if no state is restored
     # Set when it has run:
-    script: Script  # what it called, and what ran
-    slots: list[Any]  # for each level above 0, how each of its values is made of those below
-    # By the memory that it wrote of its inputs, which inputs lie there:
+    script: Script  # its calls and its operations
+    slots: list[Any]  # for each level above 0, how its values are made of those below
+    # For each storage of inputs that it wrote to, the inputs in that storage:
     written: Sequence[list[int]] = ()
     changed: Mapping[int, Call] = {}  # calls with other numbers than those of the script
-    kept: Any = None  # which entries' values the policy kept; ``None`` if there is no policy
-    further: Sequence[int] = ()  # numbers of results that left otherwise than by return
-    # Weakly, leaves on the tape that no mode saw. A replay, which reads them by itself, is to find
-    # the same ones.
+    kept: Any = None  # the entries whose values the policy saved; ``None`` without a policy
+    further: Sequence[int] = ()  # the numbers of tensors that left without being returned
+    # Weak references to leaves on the tape that no mode saw. A replay reads them by itself, and
+    # must find the same leaves.
     leaves: Sequence[Any] = ()
-    left_behind: Sequence[Any] = ()  # what it made, weakly
+    left_behind: Sequence[Any] = ()  # weak references to tensors that it made
 
     def calls(self) -> list[Call]:
         """The log of its forward."""
@@ -90,7 +90,7 @@ class Region:
         return [self.changed.get(i, call) for i, call in enumerate(self.script.calls)]
 
     def written_outside(self) -> list[int]:
-        """The inputs that the region writes, but those made of data inside."""
+        """The inputs that the region writes to, except for those made inside, of data."""
         made = self.script.made
         return [i for numbers in self.written for i in numbers if i not in made]
 
@@ -98,8 +98,8 @@ class Region:
 class Inputs:
     """The inputs of a forward, level by level, and their stand-ins.
 
-    ``values[k]`` are those at level k. A stand-in is the input taken off the tape of every level
-    that differentiates it, and made a leaf there; a constant stands in for itself.
+    ``values[k]`` are the inputs at level k. A stand-in is the input, taken off the tape of every
+    level that differentiates it, and made a leaf there. A constant is its own stand-in.
     """
 
     __slots__ = (
@@ -111,24 +111,26 @@ class Inputs:
         self.frames = frames
         n = len(frames)
         self.values: list[list[Tensor]] = [[]]
-        self.slots: list[list[Any]] = [[]]  # at 0: whether it requires grad
+        self.slots: list[list[Any]] = [[]]  # at level 0: whether each value requires grad
         for _ in frames:
             self.values.append([])
             self.slots.append([])
         self.standins: list[Tensor] = []
-        self.has_inference = False  # a tensor of inference mode is among them
-        self.kinds: list[Any] = []  # of each, how its parts are wrapped, and what they are
-        # Of each input the plain tensors inside, which lie in its memory (two of a dual):
+        self.has_inference = False  # whether an inference tensor is among them
+        # For each input its wrappers, and the shape, dtype, device and requires_grad inside:
+        self.kinds: list[Any] = []
+        # For each input the plain tensors inside its wrappers (two for a dual):
         self.stored: list[Sequence[Tensor]] = []
         self.lowest = n + 1  # the lowest level that differentiates something
-        self.leaves: dict[int, Tensor] = {}  # of all levels, by id
-        self.places: dict[int, tuple[int, int]] = {}  # of each, its level and place there
-        self.reached: set[tuple[int, int]] | None = None  # by the results' tape; ``None`` for all
-        self.nodes = 0  # that stand-ins have made, in forward mode
+        self.leaves: dict[int, Tensor] = {}  # the leaves of all levels, by id
+        self.places: dict[int, tuple[int, int]] = {}  # of each leaf, by id: its level and index
+        # The places of the leaves that the results' tape leads to; ``None`` for all:
+        self.reached: set[tuple[int, int]] | None = None
+        self.nodes = 0  # the number of nodes that making stand-ins has made, in forward mode
 
     @classmethod
     def at_the_base(cls, values: list[Tensor], standins: list[Tensor]) -> Inputs:
-        """Inputs without levels, whose stand-ins are there; the lists are those given."""
+        """Inputs without levels, for stand-ins that exist already. The lists are not copied."""
         inputs = cls(())
         inputs.values, inputs.standins = [values], standins
         for i, (t, standin) in enumerate(zip(values, standins)):
@@ -143,7 +145,7 @@ class Inputs:
         return inputs
 
     def admit(self, t: Tensor) -> Tensor:
-        """A further input; returns its stand-in."""
+        """Add a further input; returns its stand-in."""
         if self.frames:
             kind, stored = list[Any](), list[Tensor]()
             first_node = _torch.next_sequence_number()
@@ -151,7 +153,7 @@ class Inputs:
             self.nodes += _torch.next_sequence_number() - first_node
             self.kinds.append(tuple(kind))
             self.stored.append(stored)
-        else:  # what `_cut` does at level 0
+        else:  # the same as in `_cut` at level 0
             standin, required = t, t.requires_grad
             if t.is_inference():
                 self.has_inference = True
@@ -173,7 +175,7 @@ class Inputs:
         return [[*map(_torch.storage_of, stored)] for stored in self.stored]
 
     def take_back(self, sizes: list[int]) -> None:
-        """Undo the last `admit`, before which each level had so many values."""
+        """Undo the last `admit`. ``sizes`` has the number of values of each level before it."""
         self.standins.pop()
         self.kinds.pop()
         self.stored.pop()
@@ -220,14 +222,14 @@ class Inputs:
         )
 
     def requiring(self, k: int) -> list[int]:
-        """Which of the values at level k require grad there, and are what the results depend on."""
+        """The values at level k that require grad there and that the results depend on."""
         if k and self.frames[k - 1].kind is not levels.GRAD:
             return []
         leaves, reached = [i for i, slot in enumerate(self.slots[k]) if slot], self.reached
         return [i for i in leaves if (k, i) in reached] if reached else leaves
 
     def position(self, i: int, k: int) -> int:
-        """Where input ``i``, which has no tangents, stands among the values of level k."""
+        """The index among the values of level k of input ``i``, which must not have tangents."""
         at = i
         for j in range(len(self.frames), k, -1):
             at = sum(self.frames[j - 1].width(slot) for slot in self.slots[j][:at])

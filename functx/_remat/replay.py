@@ -1,8 +1,8 @@
-"""A replay: the region runs again from the inputs that a node kept, on a tape of its own.
+"""A replay: the region runs again from the inputs that a node saved, on a new tape.
 
-It runs on the stack cut to the depth of its inputs, in new levels for those above, and has left
-them when it returns. The pullback is called after that: levels that have ended record nothing, and
-those alive record what they need.
+The replay cuts the stack of levels to the depth of its inputs, and enters new levels for those of
+the forward that are above. It has left them when it returns. Only then the pullback is called. So
+levels that have ended record nothing, and levels that are still active record what they need.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from functx._torch import graphs
 class Replayer(Listener):
     """Compares a replay with the log of the forward.
 
-    Its ledger begins to listen at the first call that leaves out.
+    Its ledger begins to listen at the first call that leaves an operation out.
     """
 
     def __init__(self, region: Region, late: LateLedger, standins: list[Tensor]) -> None:
@@ -49,14 +49,14 @@ class Replayer(Listener):
 
     def log(self, call: Call) -> Call | None:
         if not self.ledgers and self.late.stop < NEVER - 1:
-            # (A region inside has calls of its own, which are not told one by one.)
+            # (A region inside does not notify this listener of each call, so begin before it.)
             inside = isinstance(call.func, str) and call.func not in (RETURN, DATA)
             if (inside or self.at >= self.late.stop) and self.late.may_begin():
                 self.watch()
         return super().log(call)
 
     def left(self, number: int) -> Tensor:
-        """A result that left the forward otherwise than by return."""
+        """A tensor that left the forward without being returned."""
         t = self.standins[-1 - number] if number < 0 else self.wanted[number]
         if t is None:
             raise departures.not_left(self.region)
@@ -64,7 +64,7 @@ class Replayer(Listener):
 
 
 class ReplayFollower(Follower):
-    """Compares a replay with the script that its forward has left or followed."""
+    """Compares a replay with the script that its forward has made or followed."""
 
     is_replayed = True
 
@@ -114,7 +114,10 @@ class ReplayFollower(Follower):
 
 
 class LateLedger:
-    """The ledger of a replay, made when it begins to listen: at the first call that leaves out."""
+    """Makes the ledger of a replay when it must begin to listen.
+
+    This is at the first call that leaves an operation out.
+    """
 
     __slots__ = ("begun", "here", "kept", "live", "region", "stop")
 
@@ -129,7 +132,7 @@ class LateLedger:
         return self.here == (_torch.dispatch_depth(), _torch.current_backward())
 
     def begin(self, at: int) -> Rerun:
-        """Listen when so many calls have run."""
+        """Make the ledger and let it listen, after ``at`` calls."""
         region = self.region
         kept = {} if region.kept is None else region.kept.given(self.kept)
         rerun = self.begun = Rerun(region.script.ran, self.live, kept, at)
@@ -139,7 +142,7 @@ class LateLedger:
         return rerun
 
     def end(self) -> None:
-        """The region's code has returned."""
+        """Stop listening: the region's code has returned."""
         if self.begun is not None and _torch.pop_dispatch_mode(None) is not self.begun:
             raise AssertionError("functx: a dispatch mode was left behind")
         if self.region.kept is not None:
@@ -159,9 +162,9 @@ def replay(
     """Run ``region`` again from its values at one level.
 
     Returns:
-        For each result that is wanted the edge where its tape begins (``None`` if it has none), and
-        the leaves that the values have become. Where ``wanted`` is ``None``, all results themselves
-        and what was written, at that level, and nothing is left out.
+        For each result in ``wanted`` its gradient edge (``None`` if it has no tape), and the leaves
+        made of the values. If ``wanted`` is ``None``, all results at that level and the inputs that
+        were written, in place of edges; then nothing is left out.
     """
     entry = StackGuard(listening() if _torch.function_depth() else None)
     try:
@@ -225,12 +228,12 @@ def replay(
 
 
 def _at_depth(depth: int, attempt: Any, live: Any) -> Any:
-    """What ``attempt`` returns where only some levels are active."""
+    """Call ``attempt`` with only the first ``depth`` levels active."""
     return levels.at_depth(depth, partial(attempt, live))
 
 
 def _observed(name: str, attempt: Any, live: Any) -> Any:
-    """What ``attempt`` returns inside of what observers enter around each replay."""
+    """Call ``attempt`` in the contexts that observers enter around each replay."""
     with ExitStack() as around:
         for observer in observers.of_replays:
             around.enter_context(observer(name))
@@ -238,7 +241,7 @@ def _observed(name: str, attempt: Any, live: Any) -> Any:
 
 
 def _tell_of_draws(region: Region) -> None:
-    """Regions around whose forward this replay is part of note the generators as they are."""
+    """Let enclosing regions note the states of generators, if this replay is in their forward."""
     for mode in ledgers():
         if isinstance(mode, Record) and mode.draws is not None:
             for generator in region.draws.before:
@@ -253,7 +256,7 @@ def _attempt(
     wanted: list[int] | None,
     live: Any,
 ) -> tuple[list[Any], list[Tensor]]:
-    """One run of the body, in levels of its own, leaving out what is not live."""
+    """Run the body once, in new levels, and leave out the operations that are not live."""
     frames = region.frames
     depth = _torch.functorch_depth()
     connected = torch.is_grad_enabled()
@@ -305,7 +308,7 @@ def _attempt(
 def _attempt_at_the_base(
     region: Region, values: list[Tensor], kept: Sequence[Tensor], wanted: list[int], live: Any
 ) -> tuple[list[Any], list[Tensor]]:
-    """`_attempt` of a region that was called without levels; what is wanted is edges."""
+    """`_attempt` for a region that was called without levels, if edges are wanted."""
     connected = torch.is_grad_enabled()
     _torch.set_grad_enabled(True)
     leaves = [_leaf(t, connected) if slot else t for t, slot in zip(values, region.slots[0])]
@@ -330,7 +333,10 @@ def _attempt_at_the_base(
 
 
 def _check_leaves(region: Region, results: list[Tensor], first: int) -> None:
-    """The tape must lead to the leaves that the forward's led to where no mode saw it (rule 3)."""
+    """Raise an error if the tape does not lead to the same unseen leaves as the forward's (rule 3).
+
+    These are the leaves that were read by code that no mode sees.
+    """
     found = [getattr(node, "variable", None) for node in tape_of(results, first)]
     for reference in region.leaves:
         leaf = reference()
@@ -339,7 +345,7 @@ def _check_leaves(region: Region, results: list[Tensor], first: int) -> None:
 
 
 def _lifted(frame: Any, slots: list[Any], values: Sequence[Tensor], number: int) -> list[Tensor]:
-    """Values one level up; those that were differentiated there as leaves."""
+    """The values one level up. Values that were differentiated at that level become leaves."""
     lifted = frame.lift_all(values, slots, number)
     if frame.kind is not levels.GRAD:
         return lifted
@@ -347,7 +353,7 @@ def _lifted(frame: Any, slots: list[Any], values: Sequence[Tensor], number: int)
 
 
 def _leaf(value: Tensor, connected: bool) -> Tensor:
-    """A leaf for a value at the base level; part of the caller's graph where that is recorded."""
+    """A leaf for a value at the base level; connected to the caller's graph if that is recorded."""
     if not connected and _torch.peek_interpreter() is None and not _torch.dispatch_depth():
         return value.detach().requires_grad_()
     if connected and value.requires_grad:
@@ -356,7 +362,10 @@ def _leaf(value: Tensor, connected: bool) -> Tensor:
 
 
 def _alias_repeated(standins: list[Tensor]) -> None:
-    """Inputs that a level above had two leaves for, and that are one tensor here, stay two."""
+    """Replace repeated inputs by aliases.
+
+    A level above may have had two leaves for what is one tensor here. They must stay two.
+    """
     seen = set()
     for i, t in enumerate(standins):
         if id(t) in seen:
@@ -366,7 +375,7 @@ def _alias_repeated(standins: list[Tensor]) -> None:
 
 
 def _edge(t: Tensor, leaves: list[Tensor]) -> Any:
-    """Where the tape of a result begins; ``None`` if it has none."""
+    """The gradient edge of a result; ``None`` if it has no tape."""
     if not t.requires_grad:
         return None
     if t.grad_fn is None:
@@ -379,12 +388,13 @@ def _edge(t: Tensor, leaves: list[Tensor]) -> Any:
 def _body(
     region: Region, standins: list[Tensor], kept: Sequence[Tensor], live: Any
 ) -> tuple[list[Tensor], LateLedger]:
-    """Run the function on stand-ins: its results, each once, and what was left out."""
+    """Run the function on stand-ins; returns its distinct results, and the ledger."""
     late, script = LateLedger(region, live, kept), region.script
     follows = bool(script.steps) and not region.further
     replayer: Any = (ReplayFollower if follows else Replayer)(region, late, standins)
-    # What another mode calls is no call of the region: only where this one is seen to be busy. And
-    # a replay inside of one that has put generators back is to know of it.
+    # The ledger begins at once in two more cases. (1) If there are other modes: their operations
+    # are not calls of the region, and the listener knows this only from a ledger that is busy.
+    # (2) If the replay has restored generators and may contain another replay, which must know it.
     has_one_inside = not follows or script.before is not None
     if script.ran.left_out == 0 or late.here[0] or (region.draws is not None and has_one_inside):
         replayer.watch()
@@ -426,16 +436,16 @@ def pulled_back(
     """Replay a region, and pull cotangents back through the replay.
 
     Args:
-        payload: what the node knows.
-        values: those of its level; the list is emptied.
-        kept: what the policy kept.
-        leaves: those that no mode saw. They are the program's own, in a replay too.
-        results: which results of the level have a cotangent.
-        cotangents: these.
-        asked: which of the values and leaves a gradient is asked for.
+        payload: The data of the node.
+        values: The saved values of its level; the list is emptied.
+        kept: The values that the policy saved.
+        leaves: The leaves that no mode saw. A replay, too, reads the user's own leaves.
+        results: The indices of the results that have a cotangent.
+        cotangents: These cotangents.
+        asked: The indices of the values and leaves whose gradients are asked for.
 
     Returns:
-        Which gradients there are, and these.
+        The indices of the gradients that are not ``None``, and these gradients.
     """
     level, recorded = payload.level, torch.is_grad_enabled()
     traced = _torch.dispatch_depth() > 0
@@ -453,7 +463,7 @@ def pulled_back(
         sharding.refuse_lost_derivatives(edges, first)
     if not edges:
         return [], []
-    # At the base level, what is recorded of the pullback runs through the tape of the replay.
+    # At the base level, a recorded pullback leads through the tape of the replay: keep its buffers.
     retain = level == 0 and recorded
     wanted = tuple([inputs[i] for i in asked])
     grads = _torch.run_backward(

@@ -13,7 +13,7 @@ FIRST = "recorded: the first run"
 
 
 def how_it_ran(region: Region, function: Any, follower: Any, key: Any) -> str:
-    """Whether a run has followed a script, where it has departed, or why it was recorded."""
+    """Whether a run has followed a script, at which call it departed, or why it was recorded."""
     if follower is not None:
         if follower.heir is None:
             return "followed"
@@ -31,9 +31,9 @@ def how_it_ran(region: Region, function: Any, follower: Any, key: Any) -> str:
 
 
 def _recorded(region: Region, function: Any, key: Any) -> str:
-    """Of a run that could have followed a script: why there was none."""
+    """The reason why there was no script for a run that could have followed one."""
     script = getattr(region, "script", None)
-    hinders = "nobody differentiates it" if script is None else script.untold
+    hinders = "it is not differentiated" if script is None else script.untold
     before = _runs_of(region, function)
     said = ""
     for runs in before:
@@ -43,17 +43,17 @@ def _recorded(region: Region, function: Any, key: Any) -> str:
     for runs in before:
         runs.append((key, hinders))
     if function is not None and identity_of(function) is None:
-        before[-1][-1] = key, hinders or "a function that nothing tells from others"
+        before[-1][-1] = key, hinders or "a function that functx can't identify"
     return f"recorded: {said}" if said else FIRST
 
 
 def _runs_of(region: Region, function: Any) -> list[list[Any]]:
-    """Lists of earlier runs: of the same region, and of the same function, those made anew too.
+    """The lists of earlier runs of the same region, and of equal functions.
 
-    Of each the kinds of its inputs, and what keeps a later run from following it.
+    Each entry has the key of the run, and the reason why a later run can't follow it.
     """
     known = observers.recorded
-    if function is None:  # a pullback; it has no scripts where nothing says what it does
+    if function is None:  # a pullback; it may have no scripts
         return [known.setdefault(region.scripts or "a pullback", [])]
     names = [departures.code_of(function) or type(function)]
     if (identity := identity_of(function)) is not None:

@@ -1,12 +1,12 @@
-"""What a policy keeps of a region's results (rule 6): asked while it runs, handed out in a replay.
+"""Values that a policy saves (rule 6): it is asked while the region runs; replays get the values.
 
-Never kept are random numbers, since generators must advance, and what operations that write in
-place return. In a graph that is traced random numbers always are: it has one mask, which nobody
-draws again.
+Random numbers are never saved, because a replay must advance the generators. The results of
+operations that write in place are not saved either. In a traced graph, random numbers are always
+saved: the graph has one mask, and the replay must not draw another one.
 
 NOTE [kept around]
-A value that a region around keeps is there in any case, so a region inside keeps it too; its
-pullback would else compute again what the policy around it asks for.
+If an enclosing region saves a value, the value is in memory anyway. So a region inside saves it,
+too. Otherwise its pullback would recompute a value that the policy of the enclosing region saves.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ from functx._torch.graphs import note_kept, note_name, same_value
 
 
 class KeptResults:
-    """The results of one operation that a policy keeps: what it returned, below all transforms.
+    """The results of one operation that a policy saves.
 
-    So they mean the same at every level and in every order of derivatives.
+    These are the plain tensors that the operation returned, below all transforms. So they are the
+    same values for every level and every order of derivatives.
     """
 
     def __init__(self, tensors: Iterable[Tensor], layout: Any, decision: Decision | None) -> None:
-        self.layout = layout  # of all results, nested as they are
-        self.decision = decision  # ``None`` where only regions around want them
-        self.tensors = [*tensors]  # until a node keeps them
-        self.memory = [*map(_torch.storage_of, self.tensors)]  # when the operation had run
-        self.read = {*self.memory}  # the memory of those that the pullback reads
-        self.is_written = False  # later, to that memory: a replay hands out copies
+        self.layout = layout  # the layout of all results, in their nested structure
+        self.decision = decision  # ``None`` if only enclosing regions want them
+        self.tensors = [*tensors]  # until a node saves them
+        self.memory = [*map(_torch.storage_of, self.tensors)]  # right after the operation
+        self.read = {*self.memory}  # the memory of the results that the pullback reads
+        # Whether the region writes to that memory later. A replay then gets copies.
+        self.is_written = False
 
 
 class Keeping:
-    """What a region keeps, by entry of its ledger: here until `take`, then with its node."""
+    """The values that a region saves, by entry of its ledger. After `take`, its node has them."""
 
     def __init__(self, kept: dict[int, KeptResults]) -> None:
         self.kept = kept
         self._fetcher: offload.Fetcher | None = None
 
     def take(self) -> list[Tensor]:
-        """The tensors, for the node; those that the policy offloads, as copies in host memory."""
+        """The tensors for the node; copies in host memory for those that the policy offloads."""
         taken: list[Tensor] = []
         hosts, devices = {}, {}
         for kept in self.kept.values():
@@ -68,20 +70,20 @@ class Keeping:
         return taken
 
     def given(self, tensors: Sequence[Tensor]) -> dict[int, Given]:
-        """The same with what the node has kept, for a replay that begins now."""
+        """The saved values, by entry, for a replay that begins now, from the node's ``tensors``."""
         if self._fetcher is not None:
             levels.at_depth(0, partial(self._fetcher.begin, dict(enumerate(tensors))))
         numbered = iter(enumerate(tensors))
         return {i: Given(kept, numbered, self._fetcher) for i, kept in self.kept.items()}
 
     def end(self) -> None:
-        """The replay has ended."""
+        """Release the offloaded values that the replay has fetched."""
         if self._fetcher is not None:
             self._fetcher.end()
 
 
 class Given:
-    """The kept results of one operation, in a replay."""
+    """The saved results of one operation, in a replay."""
 
     def __init__(
         self,
@@ -93,11 +95,11 @@ class Given:
         self._tensors = [next(numbered) if m in kept.read else None for m in kept.memory]
 
     def is_whole(self) -> bool:
-        """Whether all results were kept."""
+        """Whether all results were saved."""
         return None not in self._tensors
 
     def value(self, rerun: Any) -> Any:
-        """What the operation returned."""
+        """The results of the operation, with uninitialized memory for those that aren't saved."""
         tensors = iter(self._tensors)
 
         def one(layout: Any) -> Tensor:
@@ -108,7 +110,7 @@ class Given:
             number, kept = numbered
             if self._fetcher is not None and self._fetcher.brings(number):
                 t = self._fetcher.value(number, kept)
-            else:  # autograd is going to write on the tensor, and perhaps the region to its memory
+            else:  # a new tensor, because autograd sets its history; a copy if the region writes
                 t = kept.clone() if self._kept.is_written else same_value(kept, kept.detach)
             rerun.given.add(_torch.storage_of(t))
             return t
@@ -117,26 +119,27 @@ class Given:
 
 
 class Saver:
-    """Asks a policy about each value of a region, and holds what it keeps until the region ends."""
+    """Asks a policy about each value of a region, and holds the saved values until it ends."""
 
     def __init__(self, policy: Policy, around: list[Container[int]]) -> None:
         self.policy, self._around = policy, around
         self.asks = asks_of_operations(policy)
-        # What the policy is asked about while a value is copied for its name, ...
+        # The value to ask the policy about: while `checkpoint_name` copies a tensor, ...
         self.naming: Value | None = None
-        # ... and in a batched call: what the call runs for one example.
+        # ... and in a batched call, the values that the call would compute for one example.
         self.examples: list[Value] | None = None
         self.kept: dict[int, KeptResults] = {}  # by entry
         self._at: dict[int, int] = {}  # by memory, the entry whose result it holds
-        self._written: set[int] = set()  # memory that no longer holds what its operation returned
-        self._values: dict[int, Value] = {}  # by memory, what was judged, where names matter
+        self._written: set[int] = set()  # memory that was overwritten since its operation
+        # By memory, the value that the policy was asked about. Only for policies that read names.
+        self._values: dict[int, Value] = {}
 
     def __contains__(self, storage: int) -> bool:
-        """Whether what is in this memory is kept."""
+        """Whether the value in this memory is saved."""
         return self._at.get(storage) in self.kept
 
     def judge(self, number: int, entry: Entry, args: Any, kwargs: Any, out: Any) -> None:
-        """An operation has run."""
+        """Ask the policy about an operation that has run, and save its results if wanted."""
         overload, memory, layout = entry.overload, [*entry.writes], entry.layout
         if entry.kind not in (NEW, DRAWN):
             return
@@ -151,7 +154,7 @@ class Saver:
         tensors = tensors_in((out,), None)
         twins = [same_value(t, partial(_torch.detached_below_autograd, t)) for t in tensors]
         kept = KeptResults(twins, layout, decision)
-        if kept.memory == memory:  # no view is among them
+        if kept.memory == memory:  # none of the results is a view
             self._keep(number, kept)
 
     def _decide(
@@ -170,7 +173,7 @@ class Saver:
         return decision
 
     def _value(self, overload: Any, args: Any, kwargs: Any, out: Any) -> Value | None:
-        """What the policy is asked about; ``None`` for what no example runs."""
+        """The value to ask the policy about; ``None`` if no single example computes it."""
         if self.examples is None:
             return Value(overload, args, kwargs, out)
         for i, value in enumerate(self.examples):
@@ -185,14 +188,15 @@ class Saver:
         except Exception as error:
             raise departures.refused(
                 f"the policy {self.policy!r} raised for {value.func}: {error}. It is called as "
-                "policy(ctx, op, *args, **kwargs), and returns a bool or a CheckpointPolicy."
+                "policy(ctx, op, *args, **kwargs), and must return a bool or a CheckpointPolicy."
             ) from error
 
     def named(self, t: Tensor, name: str, record: Record) -> bool:
-        """A plain tensor is given a name; returns whether a copy is to be kept under it.
+        """Note the name of a plain tensor; returns whether to save a copy under that name.
 
-        A whole result of an operation is kept as it is, and dropped if it was kept and the policy
-        does not want it by that name. Until `naming` is reset, what runs is the copy.
+        If ``t`` is a whole result of an operation, the result itself is saved, without a copy. If
+        it was saved already, and the policy does not want it under that name, it is dropped. Until
+        `naming` is reset, the operation that runs is the copy.
         """
         storage, decision = _torch.storage_of(t), Decision.RECOMPUTE
         is_whole = t.untyped_storage().nbytes() == t.numel() * t.element_size()
@@ -219,7 +223,10 @@ class Saver:
         return False
 
     def _keep_result(self, t: Tensor, record: Record, decision: Decision | None) -> bool:
-        """Keep the result that ``t`` is in the memory of, if it is one; for others if ``None``."""
+        """Save the operation result whose storage ``t`` uses; returns whether there is one.
+
+        With ``decision=None``, save it only for enclosing regions.
+        """
         storage = _torch.storage_of(t)
         number = record.made[storage][0]
         entry = record.entries[number]
@@ -228,7 +235,7 @@ class Saver:
             return False
         if _torch.tracing():
             if (t.shape, t.stride()) != layout[:2]:
-                return False  # a view: a copy of it is kept
+                return False  # `t` is a view, so a copy is saved instead
             out = levels.detached(t)
         else:
             with _torch.without_dispatch_modes(), _torch.fwd_grad_mode(False), torch.no_grad():
@@ -244,7 +251,7 @@ class Saver:
         self._at.update(dict.fromkeys(kept.memory, number))
 
     def about_to_write(self, written: list[int]) -> None:
-        """An operation is about to write to memory: what is kept is what was there before."""
+        """Copy the saved values in memory that an operation is about to write to."""
         self._written.update(written)
         for storage in written:
             self._values.pop(storage, None)
@@ -255,7 +262,10 @@ class Saver:
                 kept.tensors = [t.clone() if m == storage else t for t, m in old]
 
     def held(self) -> list[Tensor]:
-        """All that is kept here and around: who holds it is no tape."""
+        """All tensors saved by this region's or an enclosing region's policy.
+
+        References to them from here do not come from a tape.
+        """
         for number, kept in [*self.kept.items()]:
             only_around = kept.decision is None and not kept.is_written
             if only_around and not self._is_kept_around(kept.memory):
@@ -264,7 +274,7 @@ class Saver:
         return around + [t for kept in self.kept.values() for t in kept.tensors]
 
     def settled(self, live: Any) -> Keeping:
-        """What is kept in the end: what the pullback reads."""
+        """The values to save in the end: those that the pullback reads."""
         kept, self.kept = {i: k for i, k in self.kept.items() if live[i]}, {}
         for k in kept.values():
             k.tensors = [t for t, m in zip(k.tensors, k.memory) if m in k.read]
@@ -273,12 +283,12 @@ class Saver:
 
 
 def asks_of_operations(policy: Policy | None) -> bool:
-    """Whether a policy looks at operations."""
+    """Whether a policy decides by operations."""
     return policy is not None and policy.reads_operations and type(policy) is not Everything
 
 
 def saver_for(policy: Policy | None, in_graph: bool) -> Saver | None:
-    """What keeps values of a region that begins now; ``None`` if nothing can be kept."""
+    """The saver of a region that begins now; ``None`` if no value can be saved."""
     around = _kept_around()
     if policy is None and not around and not in_graph:
         return None
@@ -290,12 +300,12 @@ def _kept_around() -> list[Any]:
 
 
 def is_kept_around() -> bool:
-    """Whether a region around keeps values, and so asks about the operations of one inside."""
+    """Whether an enclosing region saves values; its policy also decides on those made inside."""
     return bool(_kept_around())
 
 
 def named(x: Tensor, name: str) -> Tensor:
-    """A tensor, which a region around may keep under a name."""
+    """Give a tensor a name, under which an enclosing region may save it."""
     note_name(levels.base_of(x), name)
     x = shown(x, name)
     for callback in observers.of_names:
@@ -304,24 +314,27 @@ def named(x: Tensor, name: str) -> Tensor:
 
 
 def shown(x: Tensor, name: str) -> Tensor:
-    """A tensor with a name, shown to the listeners of regions around."""
+    """Show a tensor and its name to the listeners of enclosing regions; returns the tensor."""
     return handle_torch_function(shown, (x,), x, name) if has_torch_function_unary(x) else x
 
 
 def kept_copy(x: Tensor, name: str) -> Tensor:
-    """What a wanted name becomes: one operation that a ledger sees."""
+    """Copy a tensor to save it under a name. A ledger sees the copy as one operation."""
     return torch.clone(x)
 
 
 def name(listener: Any, x: Tensor, name: str) -> Tensor:
-    """A value is given a name: a copy, where a policy wants it; in a replay, where one was."""
+    """Handle a call of `checkpoint_name`; returns the tensor, or a copy that is saved.
+
+    In a forward the policies decide whether a copy is made. A replay makes one if the forward did.
+    """
     (x,) = listener.take(NAMED, [x])
     t = levels.base_of(levels.alive(x))
     records = [mode for mode in ledger.ledgers() if isinstance(mode, Record)]
     for record in records:
         record.names |= {name}
     records = [record for record in records if record.saver]
-    # (An input needs no copy: a node keeps it in any case.)
+    # (An input needs no copy, because a node saves it anyway.)
     records = [record for record in records if record.has_made(_torch.storage_of(t))]
     copied = True in [record.saver.named(t, name, record) for record in records]
     if listener.expected is not None:

@@ -1,40 +1,47 @@
-"""Scripts: what one run of a region tells about its replays and about later runs.
+"""Scripts: the record of one run of a region, which its replays and later runs follow.
 
 NOTE [two speeds]
-The first run of a region is *recorded*: a function mode writes down its calls, and a dispatch mode
-below it what runs on which memory. That is slow, and tells what a replay may leave out. It leaves a
-script. A later run that is given inputs of the same kinds *follows* the script (`follow`): each
-call is compared with the script before it is made, and nothing is written down.
+The first run of a region is *recorded*. A function mode logs its calls. Below it, a dispatch mode
+records which operation uses which memory. This is slow, and it finds the operations that a replay
+may leave out. The recorded run leaves a script. A later run with inputs of the same kinds *follows*
+the script (`follow`): each call is compared with the script before it is made, and nothing is
+recorded.
 
-Where a call departs, the run is recorded from there on, and leaves a script of its own, whose first
-calls are those of the other one; of these its replay leaves none out. So a branch that a function
-takes now and then costs one recorded run, and is followed afterwards, too. (Once such a script has
-been followed from start to end, the next run is recorded as a whole, and its replays leave out all
-that they may.)
+If a call departs from the script, the rest of the run is recorded. It leaves a new script, whose
+first calls are those of the old one. A replay of the new script leaves none of these first calls
+out. So a branch that a function takes now and then costs one recorded run, and later runs follow
+it. (When a run has followed such a script from start to end, the next run is recorded as a whole.
+The replays of that run leave out all operations that they may.)
 
-A script decides on time alone. Each call is compared in the forward and in the replay; that nobody
-reads what a script leaves out is checked in the replay (NOTE [leaving out]).
+A script affects only time. Each call is compared in the forward and in the replay. The replay
+checks that the results of operations which the script leaves out are not read (NOTE [leaving out]).
 
-Regions whose calls do not tell all have a script that only their own replay reads: those in which
-something draws, writes or pulls back beside the calls, which hand tensors out otherwise than by
-return, or which call transforms or custom Functions inside.
+Some regions have effects that their calls do not show: draws, writes or pullbacks outside of the
+calls, tensors that leave without being returned, and transforms or custom Functions inside. The
+script of such a run serves the replays of that run only, and the next run is recorded again.
 
 NOTE [nests]
-A call of a script may be a region inside. That region has scripts of its own. While the one around
-follows, it must follow the script whose log the script around has; so its captures, its draws and
-its results are those that the script around has, too. If there is no such script, or if it departs,
-the region around hands over *first*: its ledger must lie below that of the region inside. In a
-replay, the log of the forward decides: no other script will do, and no other numbers.
+A call in a script may be a region inside, which has scripts, too. While the enclosing region
+follows its script, that script has a log for the inner region. The inner region must follow the
+script with this very log. Then its captures, its draws and its results are those that the enclosing
+script expects. Suppose that no script has this log, or that the inner region departs from its
+script. Then the enclosing region hands over *first*, because its ledger must lie below that of the
+inner region. In a replay, the inner region must match the log of the forward: it may not use
+another script or other numbers.
 
-A region that writes to memory of the region around is recorded at each call, with the one around.
+A region that writes to memory of its enclosing region is recorded at each call, and so is the
+enclosing region.
 
 NOTE [pullbacks]
-The pullback of a region, where somebody differentiates it, is a region as well. Its code is the
-engine's, and makes no calls: the engine is not seen by modes. So its script says only which of its
-inputs come back as gradients, and which operations its own replay runs. It hangs on the script of
-the region that is pulled back, by which gradients of which results are asked for. If a hook makes a
-call after all, nothing can begin to listen while the engine runs (it puts the modes back that it
-has found): the pullback starts over, and is recorded.
+The pullback of a region is a region as well, if it is differentiated. Its code is that of the
+engine and makes no calls, because modes do not see the engine. So its script says only which of its
+inputs have gradients, and which operations its own replay runs. The script of the region has a
+table of such scripts. The key says for which results there are cotangents, and for which inputs
+gradients are asked.
+
+A hook may make a call after all. No mode can begin to listen while the engine is running, because
+the engine restores the modes that it has found. In this case the pullback starts over, and is
+recorded.
 """
 
 from __future__ import annotations
@@ -55,73 +62,75 @@ from functx._remat.cells import Wrapper
 from functx._remat.ledger import Ran
 from functx._torch import process_patches
 
-_FOLLOWED = {RETURN, DATA, NAMED, CAPTURE}  # calls of no function that a follower knows
+_FOLLOWED = {RETURN, DATA, NAMED, CAPTURE}  # titles of calls, other than functions, to follow
 
 
 class Step(NamedTuple):
-    """A call of a script, as a follower compares it."""
+    """A call of a script, in the form that a follower compares."""
 
     func: Any
     grad: bool
     given: list[Any]
-    is_flat: bool  # its arguments are tensors and plain values, one an entry of `given`
-    is_plain: bool  # is flat, returns one new tensor, and does no more
-    result: Any  # number, shape and dtype of the first result; ``None`` if there is none
+    is_flat: bool  # each argument is one entry of `given`: a tensor or a plain value
+    is_plain: bool  # it is flat, returns one new tensor, and has no other effect
+    result: Any  # number, shape and dtype of the first result; ``None`` without results
     call: Call
 
 
-# What a follower expects once it expects nothing more: no call matches it.
+# A step that no call matches. A follower expects it while it expects no call.
 NO_STEP = Step(None, True, [], False, False, None, Call("nothing", []))
 
 
 class Partly(enum.Enum):
-    """Whether a script began with the calls of another one, where a run had departed from that."""
+    """Whether the run of a script has followed another script first, and then departed from it."""
 
-    NO = enum.auto()  # it was recorded from the first call on
+    NO = enum.auto()  # the run was recorded from its first call on
     YES = enum.auto()
-    # It was followed from start to end since, so the next run is recorded from its first call on.
+    # Yes, and a run has followed this script from start to end. So the next run is recorded.
     AND_FOLLOWED = enum.auto()
 
 
 class Script:
-    """What one run has told."""
+    """The record of one run."""
 
     __slots__ = (
         *("before", "calls", "has_leaves_asked", "key", "kinds", "made", "nodes", "partly"),
         *("places", "pullbacks", "ran", "requiring", "results", "serial", "slots", "steps"),
         *("stop", "untold"),
     )
-    partly: Partly  # whether it began with the calls of another script
-    key: Any  # of runs that may follow it; see `forward`
+    partly: Partly  # whether its first calls are those of another script
+    key: Any  # a run needs an equal key to follow this script; see `forward.key_of`
     calls: list[Call]  # the log
-    # For each call how many came before it, those of regions inside too; ``None`` without these.
+    # For each call the number of calls before it, with those of regions inside. ``None`` if no
+    # region runs inside.
     before: Sequence[int] | None
-    stop: int  # the call before which the ledger of a replay begins to listen
-    # By which gradients of which results they pull back, the scripts of this region's pullbacks:
+    stop: int  # the ledger of a replay begins to listen before this call
+    # The scripts of this region's pullbacks, by the results that have cotangents and the inputs
+    # whose gradients are asked for:
     pullbacks: dict[Any, Scripts]
-    steps: Sequence[Step]  # the same for a follower; empty where the calls do not tell all
-    untold: str  # what they do not tell, for observers
-    # Whether `torch.autograd.grad` was asked for a leaf that it was given; see `node`.
+    steps: Sequence[Step]  # the calls for a follower; empty if the run had effects not in the log
+    untold: str  # a description of such effects, for observers
+    # Whether `torch.autograd.grad` has asked for a leaf that is an input; see `node`.
     has_leaves_asked: bool
-    kinds: list[Any]  # of its inputs
-    made: Any  # the inputs that were made of data, inside: their memory is the region's own
-    results: list[int]  # which results of the body are different ones,
-    places: list[int]  # and for each result which of these it is
+    kinds: list[Any]  # the kinds of its inputs
+    made: Any  # inputs that were made inside, of data: their memory belongs to the region
+    results: list[int]  # the positions of the distinct results of the body,
+    places: list[int]  # and for each result of the body its index among these
     ran: Ran  # the operations, and which of them a replay runs
-    serial: int  # the last number of a result
-    nodes: int  # how many nodes autograd has made
-    slots: list[Any]  # as `Inputs.slots`, which are those of all runs that follow it
-    # At each level, the values that require grad there, and that the results depend on:
+    serial: int  # the number of the last result
+    nodes: int  # the number of nodes that autograd has made
+    slots: list[Any]  # as `Inputs.slots`, which are equal for all runs that follow this script
+    # For each level, the values that require grad there and that the results depend on:
     requiring: list[list[int]]
 
 
 def untold_in(calls: list[Call], is_pullback: bool) -> str:
-    """What a later run can't follow in such calls; nothing if it can.
+    """A description of the call that a later run can't follow; empty if it can follow all.
 
-    In a pullback the engine makes tensors that no mode sees: in each run the same ones.
+    In a pullback the engine makes tensors that no mode sees. They are the same in each run.
     """
     if is_pullback and len(calls) > 1:
-        return "a hook, or a backward of the user's"
+        return "a hook, or a backward of user code"
     for call in calls:
         if call.func == process_patches.APPLY:
             return "a custom Function"
@@ -129,33 +138,33 @@ def untold_in(calls: list[Call], is_pullback: bool) -> str:
             if call.writes:
                 return "a write in a region inside"
             if call.further:
-                return "a result that leaves a region inside otherwise than by return"
+                return "a tensor that leaves a region inside without being returned"
         elif isinstance(call.func, str) and call.func not in _FOLLOWED:
             return "a transform inside"
         if OUTSIDE in call.given or (INSIDE in call.given and not is_pullback):
-            return "an operand that no call has made"
+            return "an operand that was not made by a call"
         if any(type(shape) is tuple for _, shape, _ in call.results):
             return "a nested tensor"
     return ""
 
 
 def step_of(call: Call) -> Step:
-    """A call, as a follower compares it."""
+    """A call, in the form that a follower compares."""
     result = call.results[0] if call.results else None
     is_flat = call.is_flat and INSIDE not in call.given
     return Step(call.func, call.grad, call.given, is_flat, call.is_plain, result, call)
 
 
-_MANY = 1000  # scripts that are found by what their function is
-_ENOUGH = 8  # scripts of one region
+_MANY = 1000  # the most scripts to hold in `_of_code`
+_ENOUGH = 8  # the most scripts to hold for one region
 
 
 class Scripts:
     """The scripts of one region. The one that was followed last comes first.
 
-    A region may have no script that fits, such as one of a closure that is made at each call. Then
-    it takes those of other regions of the same function: of one code, which closes over the same.
-    A copy in a pickle is empty.
+    A region may have no script that fits. For example, a closure may be made at each call. Such a
+    region uses the scripts of other regions of the same function, that is, a function with the same
+    code that closes over the same values. A pickled copy is empty.
     """
 
     def __init__(self) -> None:
@@ -165,7 +174,7 @@ class Scripts:
         return Scripts, ()
 
     def fitting(self, key: Any, f: Any) -> list[Script]:
-        """The scripts that a run of ``f`` with arguments of these kinds may follow, best first."""
+        """The scripts that a run of ``f`` with this key may follow, best first."""
         own = [script for script in self.own if script.key == key]
         if own or not _of_code or f is None or (identity := identity_of(f)) is None:
             return own
@@ -180,35 +189,37 @@ class Scripts:
         return next(iter(self.fitting(key, f)), None) if _of_code else None
 
     def with_log(self, key: Any, f: Any, log: list[Call]) -> Script | None:
-        """The script that has this very log, which a run in a replay must make."""
+        """The script with this very log, which a run inside of a replay must make."""
         return next((s for s in self.fitting(key, f) if s.calls is log), None)
 
     def add(self, script: Script, f: Any) -> None:
-        """A run has left a script."""
+        """Add the script of a recorded run."""
         if self is not OF_NO_REGION:
             self.own = [script, *self.own][:_ENOUGH]
         if f is not None and (identity := identity_of(f)) is not None:
             found = _of_code.pop(id(identity[0]), [])
             _of_code[id(identity[0])] = [(identity, script), *found][: 4 * _ENOUGH]
             while sum(map(len, _of_code.values())) > _MANY:
-                _of_code.popitem(last=False)  # to which nothing was added for the longest time
+                _of_code.popitem(last=False)  # drop the code that was updated the longest ago
 
     def followed(self, script: Script) -> None:
-        """A run has followed a script to its end, which is not the first one here."""
+        """Move a script to the front: a run has followed it to its end."""
         if self is not OF_NO_REGION:
             self.own = [script, *(s for s in self.own if s is not script)][:_ENOUGH]
 
 
-OF_NO_REGION = Scripts()  # for calls such as `functx.checkpoint(f, x)`, which make a region each
-# By the id of a function's code, which the identities hold, so that the id stays what it is.
+# For calls such as `functx.checkpoint(f, x)`, each of which makes a region:
+OF_NO_REGION = Scripts()
+# By the id of a function's code. The identities hold the code, so that the id stays unique.
 _of_code: OrderedDict[int, list[tuple[Any, Script]]] = OrderedDict()
 
 
 def identity_of(f: Any) -> Any:
-    """What tells a function from others; it holds no tensor and no object of the program's.
+    """A value that is equal for equal functions. It holds no tensor and no object of user code.
 
-    Its code, and what it closes over or is a method of, but for tensors and floating point numbers.
-    ``None`` where nothing tells: it closes over a list, say.
+    It consists of the code, the closed-over values, and the object that a method belongs to, but
+    leaves out the values of tensors and floating point numbers. It is ``None`` if functx can't
+    identify the function, for example because it closes over a list.
     """
     parts: list[Any] = []
     _identify(f, parts, set())
@@ -246,7 +257,7 @@ def _identify(x: Any, parts: list[Any], seen: set[int]) -> None:
         _identify(x.function, parts, seen)
     elif kind is types.BuiltinFunctionType:  # a function of C, or a method: ``x.mul`` holds ``x``
         parts += x.__qualname__, _part(x.__self__)
-    elif kind is tuple and not is_plain(x):  # of tensors, say
+    elif kind is tuple and not is_plain(x):  # for example a tuple of tensors
         parts.append(len(x))
         for inner in x:
             _identify(inner, parts, seen)
@@ -255,7 +266,7 @@ def _identify(x: Any, parts: list[Any], seen: set[int]) -> None:
 
 
 def _part(x: Any) -> Any:
-    """What an object is in an identity."""
+    """The part of an identity that stands for one object."""
     kind = type(x)
     if kind is float or issubclass(kind, Tensor):
         return kind
@@ -265,7 +276,7 @@ def _part(x: Any) -> Any:
 
 
 def _reference(x: Any) -> Any:
-    """A weak reference as a part of an identity; ``None`` where there can't be one."""
+    """A weak reference as a part of an identity; ``None`` if the object allows none."""
     if is_of(x, (list, tuple, dict, set, frozenset)):  # ``__hash__`` of a class may load its items
         return None
     try:

@@ -1,4 +1,4 @@
-"""Modules whose parameters or activations are spread over processes, and what functx refuses there.
+"""Modules whose parameters or activations are spread over processes, and the errors for them.
 
 NOTE [sharded modules]
 FSDP's hooks put parameters of FSDP's own into the module before each forward, and free them after
@@ -37,7 +37,7 @@ from functx._core import RematError
 from functx._core import tree as _tree
 from functx._torch import sharding
 
-# What torch.distributed calls its work in profiles, where a region sees it begin.
+# The prefixes of torch.distributed's labels in profiles. A region sees a label when work begins.
 _LABELS = {
     "FSDP::": "fully_shard (FSDP2)",
     "FullyShardedDataParallel.": "FullyShardedDataParallel",
@@ -51,13 +51,14 @@ def check(label: str, title: str) -> None:
         if label.startswith(prefix):
             raise RematError(
                 f"remat: {title} is around a module of {kind}, which would communicate again in a "
-                f"replay. Swap the order: make regions inside of it, and leave {kind} outside, as "
-                "functx.apply_remat(module, ...) does, before or after it is wrapped."
+                f"replay. Swap the order: make regions inside of the module, and leave {kind} "
+                "outside. functx.apply_remat(module, ...) does this, before or after the module is "
+                "wrapped."
             )
 
 
 def guarded(f: Any) -> Any:
-    """What a replay runs: of a module with hooks, an error where they swapped its parameters."""
+    """The function for replays; it raises an error if hooks of the module swapped parameters."""
     module: Any = f.__self__ if type(f) is MethodType else None
     is_module = isinstance(module, nn.Module)
     if not is_module or not (module._forward_hooks or module._forward_pre_hooks):
@@ -118,20 +119,20 @@ def _swapped(api: str, name: str, kind: str) -> RuntimeError:
 
 
 class Watch:
-    """Around user code that functx runs: refuses sharded modules that would be wrong in it.
+    """A context for user code that functx runs. It refuses sharded modules that would be wrong.
 
-    See NOTE [sharded modules]. It looks at what its own thread calls.
+    See NOTE [sharded modules]. It sees the modules that its thread calls, and no others.
 
     Attributes:
         met: Whether a module of FSDP2 was called.
-        pulled_back: Whether code other than functx's transforms has pulled back through one, for
-            a derivative that the watch's own level records.
+        pulled_back: Whether code other than functx's transforms has pulled back through such a
+            module, for a derivative that the level of the watch records.
     """
 
     def __init__(self, api: str, classes: tuple[type, ...], forbids: Any = None) -> None:
         self.api, self.forbids = api, forbids
         self.fsdp2, self.fsdp1 = classes
-        self.level = 0  # of the transform, if it is one of reverse mode
+        self.level = 0  # the level of the transform, if the transform is of reverse mode
         self.met = self.pulled_back = False
         self._thread = threading.get_ident()
         self._handles: list[Any] = []
@@ -150,7 +151,7 @@ class Watch:
         return is_sharded and threading.get_ident() == self._thread
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        """Before any other hook of the module."""
+        """Check a module before any other hook of it runs."""
         if not self._is_sharded(module):
             return
         is_fsdp1 = isinstance(module, self.fsdp1)
@@ -159,15 +160,15 @@ class Watch:
             raise self.forbids(
                 f"{self.api}: it runs {type(module).__name__}, a module of {kind}. Its hooks "
                 "communicate and swap parameters, which a trace or a plan can't follow. Do this "
-                "before the module is sharded, or with what runs inside it: the forward of one of "
-                "its blocks, for example."
+                "before the module is sharded, or with a function that runs inside of the module, "
+                "for example the forward of one of its blocks."
             )
         if is_fsdp1:
             raise RuntimeError(
                 f"{self.api}: it runs a module of FullyShardedDataParallel (FSDP1), which sets the "
                 "data of its parameters; in a transform that ends the process. Call the module "
-                "outside of transforms, with .backward(); or use fully_shard (FSDP2), through "
-                "which gradients with respect to inputs can be taken."
+                "outside of transforms, with .backward(). Or use fully_shard (FSDP2), which "
+                "supports gradients with respect to inputs."
             )
         for owner, name in sharding.managed_parameters(module):
             if _torch.level_of(getattr(owner, name)) > 0:
@@ -177,7 +178,7 @@ class Watch:
         self.met = True
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hang a hook on results that the watch's level differentiates."""
+        """Register a hook on results that the level of the watch differentiates."""
         if not self.level or not self._is_sharded(module):
             return
         for t in _tree.leaves(output):
@@ -185,7 +186,7 @@ class Watch:
                 t.register_hook(self._note)
 
     def _is_differentiated(self, t: torch.Tensor) -> bool:
-        """Whether the watch's level differentiates a tensor, at whatever level inside it is."""
+        """Whether the level of the watch differentiates a tensor, perhaps of a level inside."""
         while _torch.level_of(t) > self.level:
             t = _torch.inner_of(t)
         return _torch.level_of(t) == self.level and t.requires_grad
@@ -195,7 +196,7 @@ class Watch:
             self.pulled_back = True
 
     def check_pulled_back(self) -> None:
-        """Raise if the pullback of the watch's level would pull back through a backward pass."""
+        """Raise an error if the pullback of this level would pull back through a backward pass."""
         if self.pulled_back:
             raise RuntimeError(f"{self.api}: {_TWICE}")
 
@@ -204,12 +205,12 @@ _NOTHING = nullcontext()
 
 
 def watching(api: str, forbids: Any = None) -> AbstractContextManager[Watch | None]:
-    """A `Watch`, where there can be sharded modules.
+    """A `Watch`, if there can be sharded modules in this process.
 
     Args:
         api: The name of the caller in errors.
-        forbids: The class of the error that any sharded module raises; by default only those raise
-            that a transform makes wrong.
+        forbids: The class of the error that any sharded module raises. By default only modules
+            raise an error that would be wrong in a transform.
     """
     classes = sharding.fsdp_classes()
     return Watch(api, classes, forbids) if classes else _NOTHING
@@ -224,12 +225,12 @@ _TWICE = (
     "functx.jvp(f, ...) in place of functx.linearize; or keep the whole module in every process. "
     "If the gradient is to be a constant, take it under torch.no_grad() or detach it."
 )
-_own_pullbacks: list[None] = []  # that run now
+_own_pullbacks: list[None] = []  # one item for each pullback of functx that is running
 
 
 @contextmanager
 def own_pullback() -> Iterator[None]:
-    """Around a backward pass of functx's through FSDP, whose results are `pulled_once`."""
+    """A context for a backward pass of functx through FSDP, whose results are `pulled_once`."""
     _own_pullbacks.append(None)
     try:
         yield
@@ -238,7 +239,7 @@ def own_pullback() -> Iterator[None]:
 
 
 def pulled_once(gradients: Sequence[torch.Tensor], reason: str = _TWICE) -> list[torch.Tensor]:
-    """Gradients that raise an error with ``reason`` where they are pulled back in turn."""
+    """Gradients that raise an error with ``reason`` if they are differentiated in turn."""
     return [
         _PulledOnce.apply(reason, t) if t.requires_grad or _torch.level_of(t) > 0 else t
         for t in gradients

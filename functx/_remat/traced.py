@@ -1,7 +1,7 @@
 """Regions in a traced graph, each kept as one call node.
 
-Where a graph is made by torch's tracer, a region is traced into it as it runs: its operations, and
-those of its replays. What lowers a graph, or differentiates it, must know where the cuts are. Under
+Torch's tracer traces the operations of a region, and those of its replays, into the graph around
+it. But code that lowers or differentiates a graph must know the limits of regions. Under
 `keep_regions` each call of a region, and each pullback of one, becomes one node:
 
 - it calls `remat_region` with a graph of the region as a submodule, and all its inputs at the base
@@ -9,9 +9,9 @@ those of its replays. What lowers a graph, or differentiates it, must know where
 - ``node.meta["functx_region"]`` is a `RegionInfo`;
 - run again, in a trace or in torch, it is a region again.
 
-The region runs twice. First untraced, which finds what it captures. Then its replay from those
-inputs is traced, and what it gives at the base level stands for the first run's results; the nodes
-of autograd and the levels above are put on these.
+The region runs twice. The first run is not traced, and finds the tensors that the region captures.
+Then its replay from these inputs is traced. The results of the replay at the base level take the
+place of the first run's results, and get the nodes of autograd and the levels above.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def keep_regions() -> AbstractContextManager[None]:
 
 
 def batch_being_traced() -> int:
-    """How many examples an operation stands for; 1 unless a policy is to be asked about one."""
+    """The number of examples that an operation stands for; 1 if no policy asks about one."""
     return getattr(_batch, "size", 1)
 
 
 @dataclass(frozen=True)
 class RegionInfo:
-    """What a node of a graph says about its region."""
+    """The description of a region on its node in a graph."""
 
     name: str  # of the function
     policy: Any  # what to save; ``None`` for nothing
@@ -61,7 +61,7 @@ class RegionInfo:
 
 
 def remat_region(module: torch.fx.GraphModule, *operands: Tensor) -> tuple[Tensor, ...]:
-    """What the node of a region calls."""
+    """Run the graph of a region; the node of the region calls this."""
     body = torch.fx.Interpreter(module).run if has_preserved_node_meta() else module
     if not torch.is_grad_enabled() and not observers.tracers:
         return tuple(body(*operands))
@@ -86,7 +86,7 @@ def _run(*args: Any) -> list[Tensor]:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """The region whose code runs takes nothing that runs here for its own: a tracer's work, say."""
+    """Let the region whose code is running ignore the calls in this context, as of a tracer."""
     listener = listening()
     if listener is None:
         yield
@@ -94,7 +94,7 @@ def unseen() -> Iterator[None]:
     listener.sleep()
     for ledger in listener.ledgers:
         if isinstance(ledger, Rerun):
-            ledger.i = ledger.end  # what follows in this call is not that of the forward
+            ledger.i = ledger.end  # the rest of this call does not match the forward
     try:
         yield
     finally:
@@ -102,7 +102,7 @@ def unseen() -> Iterator[None]:
 
 
 class _Forward(forward.Forward):
-    """A run of a region outside of the trace that it is to be a node of."""
+    """A run of a region outside of the trace in which it becomes a node."""
 
     traces = True
 
@@ -120,7 +120,7 @@ class _Forward(forward.Forward):
         return _traced(self.mode, super().lift, *args)
 
     def begin_up(self, fresh: list[Tensor]) -> None:
-        """Make the node; from now on the results, at the base level, are what it gives."""
+        """Make the node. From now on, its results are the results at the base level."""
         region, inputs, tracer = self.region, self.inputs, self.mode.tracer
         operands = inputs.values[0]
         given = [self.writes.given[i] for i in region.written_outside()]
@@ -149,13 +149,13 @@ class _Forward(forward.Forward):
 
 
 def _traced(mode: Any, f: Callable[..., Any], *args: Any) -> Any:
-    """What ``f`` returns, as a part of the graph."""
+    """Call ``f`` so that its result is a part of the graph."""
     with mode:
         return f(*args)
 
 
 class _Captures(captures.Captures):
-    """A listener whose inputs are part of the graph around."""
+    """A listener whose inputs are part of the enclosing graph."""
 
     def __init__(self, mode: Any, *args: Any) -> None:
         super().__init__(*args)
@@ -167,7 +167,7 @@ class _Captures(captures.Captures):
     def _is_inside(self, t: Tensor) -> bool:
         base = levels.base_of(t)
         if isinstance(base, _torch.FakeTensor) and self.mode.tracer.unwrap_proxy(base) is base:
-            return True  # neither a value of the graph nor a constant, as what is made outside
+            return True  # tensors from outside are values of the graph, or constants
         return super()._is_inside(t)
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
@@ -175,7 +175,7 @@ class _Captures(captures.Captures):
 
 
 class _Writes(writes.Writes):
-    """Writes to inputs, whose values before are copies in the graph around."""
+    """Writes to inputs. The copies of their earlier values are part of the enclosing graph."""
 
     def __init__(self, mode: Any, *args: Any) -> None:
         super().__init__(*args)
@@ -186,7 +186,7 @@ class _Writes(writes.Writes):
         if len(inputs) > 1:
             raise departures.refused(
                 f"{self.title} is traced, and writes to memory that {len(inputs)} of its arguments "
-                "and captured tensors share. Give it copies, x.clone()."
+                "and captured tensors share. Pass copies, x.clone(), to it."
             )
 
     def value_before(self, i: int, storage: int) -> Tensor:

@@ -1,11 +1,11 @@
 """State that a region writes in place advances once (rule 2).
 
-The forward writes to the program's memory. Before the first write the whole storage is copied; what
-the node keeps of the inputs there are views of that copy. A replay writes to a copy of its own.
+The forward writes to the memory of user code. Before the first write, the whole storage is copied.
+For inputs in that storage, the node saves views of the copy. A replay writes to another copy.
 
-A write that autograd records, to an input that is differentiated, torch refuses: the stand-in is a
-leaf. So what is written to such an input autograd does not record (a weight that is masked under
-``no_grad()``, say), and the copies are on the input's tape in its place.
+torch refuses a write that autograd records to an input that is differentiated, because the stand-in
+is a leaf. So autograd does not record the writes to such an input. An example is a weight that is
+masked under ``no_grad()``. The copies are on the tape of the input in its place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Writes:
         self.before: dict[int, Any] = {}  # by storage: its copy
 
     def about_to_write(self, storage: int) -> None:
-        """An operation is about to write to memory that the region did not make."""
+        """Copy memory that the region did not make, before an operation writes to it."""
         inputs = self._lying_in(storage)
         for i in inputs:
             standin = self.inputs.standins[i]
@@ -53,26 +53,26 @@ class Writes:
         return [*map(self._lying_in, self.before)]
 
     def put_before(self) -> None:
-        """Let the inputs' values be those before the first write."""
+        """Set the saved values of inputs to those before the first write."""
         for storage in self.before:
             for i in self._lying_in(storage):
                 if self.inputs.has_tangent(i):  # there is a copy of the primal only
                     raise departures.written(self.title, [self.inputs.standins[i]])
                 base = self.value_before(i, storage)
-                # (What is made of data inside may be on the region's own tape by now.)
+                # (A tensor that was made inside, of data, may be on the region's own tape by now.)
                 copy = levels.rebased if i in self.made else _copied_to
                 for k, values in enumerate(self.inputs.values):
                     at = self.inputs.position(i, k)
                     values[at] = copy(values[at], base)
 
     def value_before(self, i: int, storage: int) -> Tensor:
-        """An input, at the base level, as it was."""
+        """The value of an input before the first write, at the base level."""
         base = levels.base_of(self.inputs.standins[i])
         return levels.at_depth(0, partial(_view, base, self.before[storage]))
 
 
 def check_written(standins: list[Tensor], constants: list[int], made: set[int], title: Any) -> None:
-    """A call has written to inputs: no history may have got into ``constants`` (rule 4)."""
+    """Raise an error if a write has put a value with history into a constant (rule 4)."""
     for number in constants:
         standin = standins[number]
         if number in made or not levels.is_tracked(standin):
@@ -81,17 +81,17 @@ def check_written(standins: list[Tensor], constants: list[int], made: set[int], 
             standin.detach_()
         raise departures.refused(
             f"{title} writes a value that requires grad into a tensor of shape "
-            f"{tuple(standin.shape)} that it did not make; its gradient would be lost. Write "
-            "its detach(), or return the value."
+            f"{tuple(standin.shape)} that the region did not make. The gradient of the value would "
+            "be lost. Write value.detach(), or return the value."
         )
 
 
 def copied(standins: list[Tensor], written: Sequence[list[int]]) -> list[Tensor]:
-    """The stand-ins of a replay, with memory of their own where the forward wrote."""
+    """The stand-ins of a replay, with copies of the memory that the forward wrote to."""
     standins = list(standins)
     for numbers in written:
         bases = [levels.base_of(standins[i]) for i in numbers]
-        if _torch.tracing():  # each lies in memory of its own (see `traced`)
+        if _torch.tracing():  # in a trace, inputs do not share memory (see `traced`)
             copies = [levels.at_depth(0, bases[0].clone)]
         else:
             memory = levels.at_depth(0, partial(_copy_of_memory, bases[0]))

@@ -195,9 +195,9 @@ class TestRefused:
 
     def test_options_that_make_no_sense_are_an_error(self):
         plan = functx.plan(mlp, WEIGHTS, X, budget=1.0)
-        with pytest.raises(ValueError, match="don't give another budget"):
+        with pytest.raises(ValueError, match="don't pass another budget"):
             functx.remat(mlp, policy=plan, budget=0.5)
-        with pytest.raises(ValueError, match="don't give a policy too"):
+        with pytest.raises(ValueError, match="don't pass a policy too"):
             functx.remat(mlp, policy=[torch.ops.aten.mm], budget=0.5)
         with pytest.raises(
             ValueError, match=r"no plan fits in .* the least possible is [\d,]+ bytes"

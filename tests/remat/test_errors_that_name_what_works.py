@@ -53,7 +53,7 @@ def gradients(net, loss):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("use", USES)
 def test_a_cache_of_weights_around_the_forward_only_is_named(use, norm):
-    """(No run is followed that fills it: a weight leaves otherwise than by return.)"""
+    """(No later run follows one that fills it: a weight leaves without being returned.)"""
     net = network(NORMS[norm])
     with parametrize.cached():
         loss = use(functx.remat, net, X)
@@ -99,7 +99,7 @@ def test_another_departure_in_a_parametrized_layer_still_names_its_causes(speed)
     with speed:
         loss = region(X).sum()
     parametrize.remove_parametrizations(net[0], "weight")
-    with pytest.raises(functx.ReplayError, match="What they depend on") as caught:
+    with pytest.raises(functx.ReplayError, match="If the calls depend on") as caught:
         loss.backward()
     assert "parametrize.cached" not in str(caught.value)
 

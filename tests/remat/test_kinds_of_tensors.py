@@ -303,7 +303,7 @@ class TestWhatTheyHide:
         return torch.autograd.grad(loss(x), x)
 
     @pytest.mark.parametrize("vjp", [functx.vjp, torch.func.vjp], ids=["functx", "torch.func"])
-    @judged_by(right_or_refused, way_out="pull it back outside")
+    @judged_by(right_or_refused, way_out="differentiate it outside")
     def test_so_is_that_of_a_vjp(self, remat, vjp):
         _, pull = vjp(torch.sin, VECTOR)
         return functx.grad(lambda v: (remat(lambda v: pull(v)[0])(v) * v).sum())(VECTOR)

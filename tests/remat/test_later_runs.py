@@ -14,7 +14,8 @@ import functx
 
 from .programs import STACKS, same
 
-now = types.SimpleNamespace(step=0, left=[])  # the step, and what leaves otherwise than by return
+# The step, and the tensors that leave without being returned:
+now = types.SimpleNamespace(step=0, left=[])
 LINEAR, V, W = nn.Linear(2, 2).double(), numbers(2, 2, start=3.0), numbers(2, 2, start=4.0)
 cast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=bool(now.step))
 PROGRAMS = {
@@ -110,7 +111,7 @@ def test_what_leaves_is_written_or_read_is_that_of_the_run(name, runs):
 @RUNS
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_run_can_do_is_an_error_in_a_later_one_too(name, runs):
-    with pytest.raises(functx.RematError, match=r"(?i)return it|as an argument|outside"):
+    with pytest.raises(functx.RematError, match=r"(?i)return the tensor|as an argument|outside"):
         steps(REFUSED[name], runs)(functx.remat)
 
 

@@ -1,4 +1,4 @@
-"""Rule 4: a tensor that leaves otherwise than by return; writes, hooks and flags on others."""
+"""Rule 4: a tensor that leaves without being returned; writes, hooks and flags on others."""
 
 import threading
 
@@ -178,7 +178,7 @@ def test_what_leaves_below_a_transform_and_requires_grad_in_plain_autograd_is_re
         out = functx.remat(lambda x: (kept.append(w.sin()), x * w)[1])(x)
         return out * kept.pop()
 
-    with pytest.raises(functx.RematError, match="leaves it otherwise than by return"):
+    with pytest.raises(functx.RematError, match="leaves the region without being returned"):
         functx.jacfwd(outer)(numbers(3))
 
 
