@@ -51,9 +51,11 @@ def checked_backend(backend: Any, mode: str | None, options: Mapping[str, Any] |
     if mode is None and options is None:
         return backend
     if backend != "inductor":
-        raise ValueError("functx.jit: mode= and options= are for the backend inductor alone.")
+        raise ValueError("functx.jit: mode= and options= are for the backend inductor only.")
     if mode is not None and options is not None:
-        raise ValueError("functx.jit: give mode= or options=, not both (a mode is some options).")
+        raise ValueError(
+            "functx.jit: give mode= or options=, not both. A mode is a set of options."
+        )
     modes = compiler.modes()
     if mode is not None and mode not in modes:
         raise ValueError(f"functx.jit: mode is {mode!r}, expected one of {(*modes,)}.")
@@ -66,15 +68,16 @@ def checked_backend(backend: Any, mode: str | None, options: Mapping[str, Any] |
         )
     if given.pop("triton.cudagraphs", False):
         raise ValueError(
-            "functx.jit: CUDA graphs are not supported, which "
-            f"{f'mode={mode!r}' if mode else 'triton.cudagraphs'} asks for. Take "
-            'mode="max-autotune-no-cudagraphs", or torch.cuda.make_graphed_callables around.'
+            "functx.jit: CUDA graphs are not supported, but "
+            f"{f'mode={mode!r}' if mode else 'triton.cudagraphs'} asks for them. Use "
+            'mode="max-autotune-no-cudagraphs", or put torch.cuda.make_graphed_callables around '
+            "the jitted function."
         )
     for name, value in INDUCTOR.items():
         if given.get(name, value) != value:
             raise ValueError(
-                f"functx.jit: {name} has to be {value}, so that a graph keeps its recompute, its "
-                "memory and its random numbers."
+                f"functx.jit: the option {name} must be {value}. With another value the graph "
+                "would lose its recompute, its memory layout or its random numbers."
             )
     return Inductor(tuple(sorted({**given, **INDUCTOR}.items())))
 
@@ -116,9 +119,9 @@ def compiled(
         modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
         if is_inductor and any(isinstance(mode, LiveStorages) for mode in modes):
             raise TypeError(
-                "functx.jit: what inductor compiles can't be followed. For functx.memory pass the "
-                "jitted function as an argument of what is measured; for functx.saved_residuals "
-                'use backend="aot_eager", which saves the same.'
+                "functx.jit: functx can't look into a graph that inductor has compiled. For "
+                "functx.memory, pass the jitted function as an argument of the measured function. "
+                'For functx.saved_residuals use backend="aot_eager", which saves the same tensors.'
             )
         if not is_plain:
             args[:] = [t.detach() if isinstance(t, Tensor) else t for t in args]

@@ -176,8 +176,9 @@ class Before:
                 if before.currsize:
                     raise KeptError(
                         f"functx.jit: a tensor that the function makes is kept by the cache of "
-                        f"{name_of(cache)} (functools.cache), which is emptied now, where it has "
-                        "no values (J4). Call the function once before, in eager."
+                        f"{name_of(cache)} (functools.cache). A tensor of a trace has no values, "
+                        "so functx has emptied the cache (J4). Call the function once before, in "
+                        "eager."
                     )
         return filled
 
@@ -287,7 +288,7 @@ def watched(before: Before) -> Iterator[None]:
     found = before.found
     if any(map(is_lazy, found.tensors)):
         raise TracingError(
-            "functx.jit: a lazy module has no parameters yet: call it once in eager before."
+            "functx.jit: a lazy module has no parameters yet. Call it once in eager first."
         )
     gradients = [(t, t.grad) for t in found.tensors if t.is_leaf]
     iterators = before.iterators()
@@ -320,8 +321,8 @@ def watched(before: Before) -> Iterator[None]:
         before.put_back(everything=True)
     if before.iterators() != iterators:
         raise TracingError(
-            "functx.jit: the function takes items of an iterator that was there before, which a "
-            "graph can't do at each call. Take them outside, and pass them as arguments."
+            "functx.jit: the function takes items of an iterator that existed before the call. A "
+            "graph can't do that at each call. Take the items outside, and pass them as arguments."
         )
     if changed:
         raise sets_gradients()
@@ -330,9 +331,9 @@ def watched(before: Before) -> Iterator[None]:
 def sets_gradients() -> TracingError:
     """The error for a function that sets ``.grad``."""
     return TracingError(
-        "functx.jit: the function sets .grad of a tensor that it reads, by .backward() or "
-        "zero_grad() say, which a graph can't (J4). Take gradients by functx.grad or "
-        "torch.autograd.grad, or call these outside."
+        "functx.jit: the function sets .grad of a tensor that it reads, for example by .backward() "
+        "or zero_grad(). A graph can't do that (J4). Take gradients by functx.grad or "
+        "torch.autograd.grad, or call these methods outside."
     )
 
 
@@ -351,7 +352,7 @@ def settings_kept() -> Iterator[None]:
     if left:
         raise TracingError(
             "functx.jit: the function leaves grad mode, a default or a flag of torch changed (J4). "
-            "Set it outside, or for a part of the function (with torch.no_grad(): ...)."
+            "Set it outside, or in a with block (with torch.no_grad(): ...) that resets it."
         )
 
 
@@ -359,14 +360,15 @@ def _refuse_step(optimizer: Any, *_: Any) -> None:
     """Before an optimizer's step, of any thread."""
     if _torch.tracing():
         raise TracingError(
-            f"functx.jit: the function calls {name_of(optimizer)}.step(), which reads .grad, and "
-            "keeps its state, outside of the graph. Call it outside, or compute the update."
+            f"functx.jit: the function calls {name_of(optimizer)}.step(), which reads .grad and "
+            "keeps its state outside of the graph. Call step() outside, or compute the update in "
+            "the function."
         )
 
 
 _HINTS = {  # by attribute, which hooks of these set in each call
-    "weight": " Take torch.nn.utils.parametrizations in place of the weight_norm and spectral_norm "
-    "of torch.nn.utils."
+    "weight": " Use weight_norm and spectral_norm of torch.nn.utils.parametrizations in place of "
+    "those of torch.nn.utils."
 }
 
 
@@ -381,8 +383,8 @@ def refuse_kept(tensors: Iterable[Tensor], owner: Any = None, key: Any = None) -
         by += f" ({key})" if isinstance(key, str) else ""
         raise KeptError(
             f"functx.jit: a tensor that the function makes, {t.dtype} of shape {(*t.shape,)}, "
-            f"is kept{by}, where it has no values (J4). Return it; or, if it is a "
-            "table that a first call fills: clear that, and call the function once before, in "
+            f"is kept{by}, but a tensor of a trace has no values (J4). Return it; or, if it is in "
+            "a table that a first call fills: clear that, and call the function once before, in "
             f"eager.{_HINTS.get(key, '')}"
         )
 
@@ -454,13 +456,13 @@ def nothing_drawn(found: Search) -> Iterator[None]:
             yield
         if are_seeded():
             raise TracingError(
-                "functx.jit: the function seeds a generator, or sets its state, which a graph "
-                "can't (J4). Do it outside."
+                "functx.jit: the function seeds a generator, or sets its state. A graph can't do "
+                "that (J4). Do it outside."
             )
         if any(repr(get()) != repr(kept) for (get, _), kept in zip(pythons, before)):
             raise TracingError(
-                "functx.jit: the function draws from Python's or NumPy's random, which a graph "
-                "can't (J4). Draw outside, or with torch."
+                "functx.jit: the function draws from Python's or NumPy's random. A graph can't do "
+                "that (J4). Draw outside, or with torch."
             )
     finally:
         for g, state in zip(generators, states):

@@ -40,7 +40,7 @@ _OF_TENSORS = {getattr(Tensor, name) for name in _RESHAPES.split()}
 _OF_TORCH = {getattr(torch, name) for name in _RESHAPES.split() if hasattr(torch, name)}
 _INSTEAD = (
     "A graph can't do that. Compute a new tensor and return it; or write the new values into the "
-    "old tensor, w.copy_(new) or w.mul_(0.9) under torch.no_grad(); or do it outside"
+    "old tensor, w.copy_(new) or w.mul_(0.9) under torch.no_grad(); or do it outside the function"
 )
 
 
@@ -80,7 +80,8 @@ class RefusedChanges(TorchFunctionMode):
         if func is _torch.ASKED_BY_CONVERSIONS and args[0] is not args[1] and is_traced(args[1]):
             return (
                 f"converts the parameters of a module, {_shown(args[0])} to {args[1].dtype} on "
-                f"{args[1].device} (by module.to(), say). Convert the module before, outside"
+                f"{args[1].device} (by module.to() or the like). Convert the module outside, "
+                "before the call"
             )
         if func == _SET_GRAD and not is_traced(args[0]) and args[0].grad is not args[1]:
             return (
@@ -93,8 +94,8 @@ class RefusedChanges(TorchFunctionMode):
         if id(args[0]) not in self.frozen or bool(wanted) is args[0].requires_grad:
             return None
         return (
-            f"sets requires_grad of {_shown(args[0])} to {wanted}. Set it outside; inside, "
-            "t.detach() is t without derivatives"
+            f"sets requires_grad of {_shown(args[0])} to {wanted}. Set it outside the function. "
+            "Inside, use t.detach() to stop derivatives"
         )
 
 

@@ -42,7 +42,7 @@ from functx._core import (
 from functx._remat import called, is_tracked, sharding, unseen
 from functx._torch import dual_level, graphs, process_patches
 
-_WAY_OUT = "Give a tensor in its place, or keep it (a counter, say) out of the function's reach"
+_WAY_OUT = "Use a tensor in its place, or move it (a counter, for example) out of the function"
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -186,7 +186,7 @@ class Jitted:
             out = self.function(*args, **kwargs)
             if state is not None:
                 self._in_eager = state.said
-                self._tell(f"it runs in eager, as torch can't trace it: {state.said} (J1)")
+                self._tell(f"it runs in eager, because torch can't trace it: {state.said} (J1)")
             return out
         return self._run(entry, how, tensors, state)
 
@@ -259,8 +259,8 @@ class Jitted:
             return
         self._in_eager = change.said
         self._tell(
-            f"it runs in eager, as it changes {change.said}, which a graph can't do at each call "
-            f"(J4). {_WAY_OUT}"
+            f"it runs in eager, because it changes {change.said}, which a graph can't repeat at "
+            f"each call (J4). {_WAY_OUT}"
         )
 
     # -- by value
@@ -277,7 +277,7 @@ class Jitted:
             hash(key)
         except Exception as error:  # __hash__ may raise any error
             raise TypeError(
-                f"functx.jit: an argument can't be hashed ({error}): give tensors, numbers, tuples"
+                f"functx.jit: an argument can't be hashed ({error}). Use tensors, numbers, tuples."
             ) from error
         return key
 
@@ -307,8 +307,8 @@ class Jitted:
             why = (str(error) or type(error).__name__).splitlines()[0]
             tell(
                 "functx.jit(dynamic=True)",
-                "one graph for all sizes is not to be had here, each has its own: torch, or the "
-                f"function, needs numbers ({why})",
+                "one graph can't serve all sizes here, so each size has its own graph: torch or "
+                f"the function needs sizes as numbers ({why})",
             )
             return found
 
@@ -368,7 +368,7 @@ class Jitted:
     def _warn_of_traces(self, found: Search) -> None:
         if not self._warned and (said := change(self._traces, found)) is not None:
             self._warned = True
-            self._tell(f"it is traced for the third time, as {said} (J7)")
+            self._tell(f"it is traced for the third time, because {said} (J7)")
 
     def _check(self, how: Any, entry: Entry, state: Sequence[Tensor]) -> None:
         """Refuse to run the function once more, for a derivative, if its state has changed."""
@@ -379,10 +379,10 @@ class Jitted:
         tensors = [found.tensors[i] for i in known.read] if found.key == known.key[0] else []
         if [*map(id, tensors)] != [*map(id, state)]:
             raise TracingError(
-                "functx.jit: a pullback is differentiated, and computes the function again, but "
-                "something that the function reads has been replaced since (a flag, a number or a "
-                "tensor of an object, say). Differentiate before that, or put functx.jit around "
-                "the whole derivative (J1)."
+                "functx.jit: differentiating a pullback computes the function again, but something "
+                "that the function reads has been replaced since the call (for example a flag, a "
+                "number or a tensor in an attribute). Differentiate before you replace it, or put "
+                "functx.jit around the whole derivative (J1)."
             )
 
     # -- in a trace
@@ -475,9 +475,10 @@ def _returned(program: Program, how: Any, found: Search, name: str) -> list[Any]
             returned.append(x)
         elif not _is_constant(x):
             raise TracingError(
-                f"functx.jit: {name} returns an object that is no pytree, {describe(x)}: a graph "
-                "can't make one at each call (J4). Return tensors, tuples, lists and dicts, or "
-                "register its class (torch.utils._pytree.register_dataclass, register_pytree_node)."
+                f"functx.jit: {name} returns an object that is not a pytree, {describe(x)}. A "
+                "graph can't make a new one at each call (J4). Return tensors, tuples, lists and "
+                "dicts, or register its class (torch.utils._pytree.register_dataclass, "
+                "register_pytree_node)."
             )
     return returned
 
@@ -500,7 +501,7 @@ def check_types(codes: set[CodeType]) -> None:
         if (line := type_of_tensor_in(code)) is not None:
             raise TracingError(
                 f"functx.jit: at {code.co_filename}:{line} the function compares type(x) with a "
-                "class of tensors, and in a trace tensors are of a derived class (J1). Use "
+                "tensor class, but tensors of a trace are instances of a derived class (J1). Use "
                 "isinstance(x, torch.Tensor)."
             )
 

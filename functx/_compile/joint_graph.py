@@ -85,7 +85,9 @@ def remat(gm: fx.GraphModule, *, policy: Any = None, budget: Any = None) -> fx.G
     if not isinstance(gm, fx.GraphModule):
         raise TypeError(f"functx.graph.remat: expected an fx.GraphModule, got {type(gm).__name__}.")
     if policy is not None and budget is not None:
-        raise ValueError("functx.graph.remat: a budget chooses what to keep; don't give a policy.")
+        raise ValueError(
+            "functx.graph.remat: a budget chooses what to keep; don't give a policy too."
+        )
     joint = Joint(gm.graph)
     if budget is None:
         again = joint.not_kept(joint.regions(policy), _asked(policy))
@@ -107,8 +109,8 @@ class Joint:
         marked, starts = _starts(self.nodes)
         if not starts:
             raise ValueError(
-                "functx.graph.remat: the graph has no backward that can be told from the forward. "
-                'Set node.meta["partitioner_tag"] = "is_backward" on its nodes.'
+                "functx.graph.remat: no node of the graph shows where a backward begins. "
+                'Set node.meta["partitioner_tag"] = "is_backward" on the nodes of the backward.'
             )
         self.run = dict(zip(self.nodes, itertools.accumulate(int(n in starts) for n in self.nodes)))
         self.reads = {n: n.all_input_nodes for n in self.nodes}
@@ -189,9 +191,9 @@ class Joint:
                 return found
         if policy is None:
             raise ValueError(
-                "functx.graph.remat: nothing says what is a region: no node has a recompute tag, "
-                "a region of functx, or a module with a number in its path. Give a policy or a "
-                "budget."
+                "functx.graph.remat: found no regions in the graph: no node has a recompute tag, "
+                "belongs to a region of functx, or comes from a module with a number in its path. "
+                "Give a policy or a budget."
             )
         return dict.fromkeys(self.nodes, "all")
 

@@ -149,9 +149,9 @@ class Exchange(RefusedChanges):
                 )
             if is_mine and self._is_below(t):
                 raise refused(
-                    "takes a gradient with respect to a captured tensor, of which another captured "
-                    "tensor is computed outside",
-                    "Compute that in the function, or pass it as an argument.",
+                    "takes a gradient with respect to a captured tensor from which another "
+                    "captured tensor was computed outside",
+                    "Compute the other one in the function, or pass it as an argument.",
                 )
         outputs, args, kwargs = (self._exchanged(x) for x in (outputs, args, kwargs))
         if not any(mine):
@@ -219,7 +219,7 @@ class Met(Exchange):
             value = _torch.inner_of(value)
         if not isinstance(value, _torch.FakeTensor) and id(value) not in self.numbers:
             raise refused(
-                "reads a tensor of a transform around, which functx.jit can't find again at the "
+                "reads a tensor of an enclosing transform that functx.jit can't find again at the "
                 "next call",
                 "Pass it as an argument.",
             )
@@ -252,7 +252,8 @@ class Met(Exchange):
         result = super().__torch_function__(func, types, args, kwargs)
         if is_input and given.shape != shape:
             raise refused(
-                f"resizes a tensor of shape {(*shape,)} by out=", "Give one of the right shape."
+                f"resizes a tensor of shape {(*shape,)} by out=",
+                "Give a tensor of the right shape.",
             )
         return result
 
@@ -277,11 +278,12 @@ class Met(Exchange):
             self.reshaped.append((number, func, args[1:], kwargs))
         elif name in _OTHER_CHANGES:
             raise refused(
-                f"changes what {what} is, by {name}() or the like", "Do it outside, or to a copy."
+                f"changes {what} itself, not only its values, by {name}() or the like",
+                "Do it outside, or on a copy.",
             )
         elif name in _HOOKS or func is _A._backward_hooks.__set__:
             raise refused(
-                f"registers a hook on {what} ({name}), which would be there once for each trace",
+                f"registers a hook on {what} ({name}), which would add one hook for each trace",
                 "Register it outside, or on a view of the tensor (x.view_as(x)).",
             )
         elif name == "retain_grad" and not t.is_leaf:
@@ -301,7 +303,7 @@ class Met(Exchange):
         if real.is_leaf and real.grad is not None:
             raise refused(
                 "reads .grad of a tensor, as an optimizer's step() does",
-                "Call step() outside, or give gradients as arguments.",
+                "Call step() outside, or pass the gradients as arguments.",
             )
         if number is None:
             self.ask(has_gradient, t)
@@ -313,7 +315,7 @@ class Met(Exchange):
             raise refused(
                 f"reads the value of a tensor in Python ({name})",
                 "Compute with the tensor (torch.where, masks), or pass the value as an argument "
-                "that is no tensor.",
+                "that is not a tensor.",
             )
         is_input = id(t) in self.numbers or id(t) in self._arguments
         if is_input and _is_called_by_the_user():
@@ -322,20 +324,20 @@ class Met(Exchange):
     def _check_generator(self, generator: Any, func: Any) -> None:
         if _name(func) in _OF_DEFAULT_GENERATORS:
             raise refused(
-                f"calls {_name(func)} with a torch.Generator, which compilers of torch don't know",
-                "Draw from the default generator, or by torch.rand and torch.randn.",
+                f"calls {_name(func)} with a torch.Generator, which torch's compilers can't do",
+                "Draw from the default generator, or with torch.rand and torch.randn.",
             )
         if isinstance(generator, torch.Generator) and id(generator) not in self._generators:
             raise refused(
                 "draws from a torch.Generator that it makes, or that functx.jit can't find again",
-                "Make the generator outside, and pass or capture it.",
+                "Make the generator outside the function, and pass or capture it.",
             )
 
 
 def refused(what: str, remedy: str) -> TracingError:
     """An error that names the line, what the function does there, and what to do."""
     error = TracingError(
-        f"functx.jit: at {line_now()} the function {what}, which a graph can't (J4). {remedy}"
+        f"functx.jit: at {line_now()} the function {what}. A graph can't do that (J4). {remedy}"
     )
     graphs.note_refusal(error)
     return error

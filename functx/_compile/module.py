@@ -40,7 +40,7 @@ class JittedModule:
 
     def __prepare_scriptable__(self) -> Any:
         """What ``torch.jit.script`` calls first."""
-        raise TypeError("torch.jit.script can't read a jitted module: script the original")
+        raise TypeError("torch.jit.script can't read a jitted module. Script the original module.")
 
 
 def _base(cls: type) -> type:

@@ -40,7 +40,7 @@ from functx._torch import dual_level, is_legacy_batched, level_of
 from functx._transforms import derivatives
 
 Tensors = Sequence[Tensor]
-IN_EAGER = "it runs in eager inside of vmap and jvp. Put functx.jit around the transforms"
+IN_EAGER = "it runs in eager inside vmap and jvp. Put functx.jit around the transforms"
 
 
 def is_mapped() -> bool:
@@ -107,9 +107,10 @@ def _forward(known: _Known, given: list[Any], inputs: Tensors) -> tuple[Tensor, 
     outputs = program.run(given, inputs)
     if any(t is None for t in outputs):
         raise TracingError(
-            "functx.jit: a kernel that runs without a tape leaves its backward nothing to read "
-            "(oneDNN's LSTM, on a CPU). Call under torch.backends.mkldnn.flags(enabled=False), "
-            "or take the gradient inside: functx.jit(functx.grad(...))."
+            "functx.jit: a kernel returned no workspace for its backward, because it ran without "
+            "autograd (oneDNN's LSTM on a CPU does so). Call the jitted function under "
+            "torch.backends.mkldnn.flags(enabled=False), or take the gradient inside: "
+            "functx.jit(functx.grad(...))."
         )
     if program.differentiated and program.n_sizes:
         n = len(outputs) - program.n_sizes
@@ -147,7 +148,7 @@ def _backward(ctx: Any, cotangents: Sequence[Any]) -> Any:
     cotangents = cotangents[: len(program.tracked)]
     if any(t is not None and is_legacy_batched(t) for t in cotangents):
         raise TracingError(
-            "functx.jit: is_grads_batched=True has no rule. Map a pullback by functx.vmap."
+            "functx.jit: is_grads_batched=True has no rule. Use functx.vmap of the pullback."
         )
     stored = ctx.saved_tensors  # once: hooks of saved tensors run here
     if ctx.n_read is None:
@@ -215,9 +216,9 @@ def _check_versions(known: _Known) -> None:
     written = known.program.written or known.program.copied_back
     if written or _versions(known.inputs) != known.versions:
         raise TracingError(
-            "functx.jit: the pullback is differentiated, and computes the function again, but the "
+            "functx.jit: differentiating the pullback computes the function again, but the "
             "function, or code after it, has written to one of its inputs in place. Clone that "
-            "before, or put functx.jit around the whole derivative."
+            "input first, or put functx.jit around the whole derivative."
         )
 
 
@@ -281,8 +282,8 @@ def _differentiated(known: _Known, inputs: Tensors, roots: Tensors, needs: Any) 
     program, call = known.program, known.call()
     if program.draws:
         raise TracingError(
-            "functx.jit: the function draws random numbers, and its pullback, which is "
-            "differentiated or mapped, computes it again, with others. Put functx.jit "
+            "functx.jit: the function draws random numbers. Differentiating or mapping its "
+            "pullback computes the function again, which would draw other numbers. Put functx.jit "
             "around the transform, or draw from keys (functx.compat.random)."
         )
     call.check()

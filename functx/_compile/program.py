@@ -145,8 +145,8 @@ class Run:
             raise sets_gradients()
         if any(t.requires_grad and not t.is_leaf and t.retains_grad for t in results):
             raise TracingError(
-                "functx.jit: the function calls retain_grad of a tensor that it returns. Call it "
-                "on the result, outside."
+                "functx.jit: the function calls retain_grad of a tensor that it returns. Call "
+                "retain_grad on the result, outside of the function."
             )
 
     def is_differentiated(self, k: int) -> bool:
@@ -315,8 +315,8 @@ class Program:
         _check_apart(given, written)
         if any(map(_overlaps_itself, (given[i] for i in written))):
             raise TracingError(
-                "functx.jit: the function writes to a tensor whose elements share memory, as those "
-                "of unfold and expand do (J4). Write to a copy (clone)."
+                "functx.jit: the function writes to a tensor whose elements share memory, as after "
+                "unfold or expand (J4). Write to a copy (clone)."
             )
         versions = [(given[i], given[i]._version) for i in self._counted]
         outputs = self._forward(given)
@@ -397,14 +397,14 @@ def _pulled_back(
     except RuntimeError as error:
         if "is not implemented" in str(error):
             raise TracingError(
-                "functx.jit: results are differentiated once more, with respect to "
-                f"what requires grad, and torch can't ({error}). Detach parameters "
-                "before, or call under torch.no_grad()."
+                "functx.jit: results of the function require grad, so functx.jit traces their "
+                f"pullback too, but torch can't differentiate them ({error}). Detach parameters "
+                "first, or call under torch.no_grad()."
             ) from error
         if "modified by an inplace operation" in str(error):
             raise TracingError(
                 "functx.jit: the function writes in place to a tensor that the pullback of an "
-                "earlier operation reads; eager refuses that where the gradient is asked for "
+                "earlier operation reads. Eager raises an error for that in the backward "
                 f"({error}). Write to a copy (clone)."
             ) from error
         if "through the graph a second time" not in str(error):
@@ -444,15 +444,15 @@ def met_themselves(roots: Tensors, captured: Mapping[int, Tensor]) -> list[int]:
     below = (node for t in tensors for node in [*tape_of([t], 0)][1:])
     if any(node in known or id(getattr(node, "variable", None)) in known for node in below):
         raise TracingError(
-            "functx.jit: the function gives a tensor, and another one that is computed of it "
-            "outside, to an autograd.Function, a transform or a region, and their gradients would "
-            "be mixed. Give one of them as an argument."
+            "functx.jit: the function passes a tensor, and another one that was computed from it "
+            "outside, to an autograd.Function, a transform or a region. functx.jit can't separate "
+            "their gradients. Pass one of the two as an argument of the jitted function."
         )
     if any(t._backward_hooks and not t.is_leaf for t in tensors):
         raise TracingError(
-            "functx.jit: a captured tensor that is not a leaf has hooks, and is given to an "
-            "autograd.Function, a transform or a region, where they would run in the trace. Pass "
-            "it as an argument."
+            "functx.jit: the function passes a captured tensor that has hooks, and is not a leaf, "
+            "to an autograd.Function, a transform or a region. The hooks would run in the trace. "
+            "Pass the tensor as an argument of the jitted function."
         )
     return found
 
@@ -474,8 +474,8 @@ def check_class(t: Tensor) -> None:
     """Refuse tensors of subclasses: a graph computes with plain tensors."""
     if type(t) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise TracingError(
-            f"functx.jit: a tensor is of a subclass, {type(t).__name__}, which a graph does not "
-            "know. Take plain tensors, t.as_subclass(torch.Tensor)."
+            f"functx.jit: a tensor is of a subclass, {type(t).__name__}, but a graph computes with "
+            "plain tensors. Use t.as_subclass(torch.Tensor)."
         )
 
 
@@ -499,7 +499,7 @@ def _refuse_lost(constants: Tensors) -> None:
             raise TracingError(
                 f"functx.jit: the function reads a tensor that requires grad, {t.dtype} of shape "
                 f"{(*t.shape,)}, where functx.jit can't find it again at the next call (J2). Pass "
-                "it as an argument, or keep it in a module, a variable or a container of Python's."
+                "it as an argument, or keep it in a module, a variable or a Python container."
             )
 
 
@@ -519,9 +519,9 @@ def _check_apart(given: Sequence[Any], written: Sequence[int]) -> None:
     for start, length, is_written in sorted(places):
         if start < end and length and (is_written or was_written):
             raise TracingError(
-                "functx.jit: the function writes to a tensor that it is given, or reads otherwise, "
-                "twice: as itself, or in views whose memory overlaps or interleaves. Give it once, "
-                "and take views of it in the function."
+                "functx.jit: the function writes to a tensor that it is given, or captures, more "
+                "than once: as the same tensor, or as views whose memory overlaps or interleaves. "
+                "Pass it once, and take views of it in the function."
             )
         end, was_written = max((end, was_written), (start + length, is_written))
 

@@ -59,9 +59,9 @@ class Alias:
             return base.view_as(base)
         if base.stride() != expected:
             raise TracingError(
-                "functx.jit: the function returns a view of another result, which a kernel has "
-                f"laid out by strides {base.stride()} and torch's trace by {expected}. Return a "
-                "copy of the view (clone), or only one of them."
+                "functx.jit: the function returns a view of another result. The kernel has given "
+                f"that result strides {base.stride()}, but the trace expected {expected}. Return a "
+                "copy of the view (clone), or only one of the two results."
             )
         return base.as_strided(shape, stride, base.storage_offset() + offset)
 

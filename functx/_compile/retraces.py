@@ -17,10 +17,10 @@ from functx._compile.search import PLAIN, Search
 from functx._core import describe, is_of, name_of
 
 _SIZES = "the sizes of the arguments change"
-_DYNAMIC = "Give dynamic=True for one graph of all sizes, or pad to a few sizes"
+_DYNAMIC = "Use dynamic=True for one graph that serves all sizes, or pad to a few sizes"
 _ARGUMENT = "an argument that is not a tensor changes"
-_GIVE_A_TENSOR = "Give a tensor in its place"
-_KEEP = "Give a tensor in its place, or keep it (a counter, say) out of the function's reach"
+_GIVE_A_TENSOR = "Use a tensor in its place"
+_KEEP = "Use a tensor in its place, or move it (a counter, for example) out of the function"
 
 
 def change(made: Sequence[tuple[Any, Known]], found: Search) -> str | None:

@@ -79,8 +79,8 @@ def refuse_second_trace(
     """Raise where a trace that has failed left objects changed: another one would begin there."""
     if getattr(error, "functx_changed", False):
         raise kind(
-            f"{name} is traced once more, as {why}, and the first run has changed what it reads "
-            "(a list, a counter, a flag). Keep that in local variables."
+            f"{name} is traced once more, because {why}, but the first run has changed something "
+            "that it reads (a list, a counter, a flag). Keep that in local variables."
         ) from error
 
 
@@ -172,9 +172,9 @@ def _leaving_nothing(roots: Iterable[Any], before: State) -> Iterator[None]:
     try:
         if changed:
             raise TracingError(
-                "functx.jit: the function sets .grad of a tensor that it reads, by .backward() or "
-                "zero_grad() say, which a graph can't. Take gradients by functx.grad or "
-                "torch.autograd.grad, or call these outside."
+                "functx.jit: the function sets .grad of a tensor that it reads, for example by "
+                ".backward() or zero_grad(). A graph can't do that. Take gradients by functx.grad "
+                "or torch.autograd.grad, or call these methods outside."
             )
         after = State(roots)
         refuse_traced(after.tensors, after.held)
@@ -186,8 +186,9 @@ def _refuse_step(optimizer: Any, *_: Any) -> None:
     """Before an optimizer's step, of any thread."""
     if _torch.tracing():
         raise TracingError(
-            f"functx.jit: the function calls {name_of(optimizer)}.step(), which reads .grad, and "
-            "keeps its state, outside of the graph. Call it outside, or compute the update."
+            f"functx.jit: the function calls {name_of(optimizer)}.step(), which reads .grad and "
+            "keeps its state outside of the graph. Call step() outside, or compute the update in "
+            "the function."
         )
 
 
@@ -196,10 +197,10 @@ def refuse_traced(tensors: Iterable[Tensor], held: Sequence[Any] = ()) -> None:
     for t in filter(is_traced, tensors):
         raise TracingError(
             f"functx.jit: a tensor that the function makes, {t.dtype} of shape {(*t.shape,)}, "
-            f"is kept{_owner(t, held)}, where it has no values. Return it; or, if it is a "
-            "table that a first call fills: clear that, and call the function once before, in "
-            "eager. Take torch.nn.utils.parametrizations in place of the weight_norm and "
-            "spectral_norm of torch.nn.utils."
+            f"is kept{_owner(t, held)}, but a tensor of a trace has no values. Return it; or, if "
+            "it is in a table that a first call fills: clear that, and call the function once "
+            "before, in eager. Use weight_norm and spectral_norm of "
+            "torch.nn.utils.parametrizations in place of those of torch.nn.utils."
         )
 
 

@@ -140,8 +140,8 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
                 raise
             raise TracingError(
                 f"functx.jit: at {line_now(error)}{module_of(error)} the function reads the "
-                f"value of a tensor in Python ({error}), which a graph can't (J4). Compute with "
-                "the tensor (torch.where, masks), or pass the value as an argument that is no "
+                f"value of a tensor in Python ({error}). A graph can't do that (J4). Compute with "
+                "the tensor (torch.where, masks), or pass the value as an argument that is not a "
                 "tensor."
             ) from error
     for node in cotangents:
@@ -201,8 +201,8 @@ def _refuse_writes_to_arrays(graph: fx.Graph, constants: Sequence[Tensor]) -> No
         if not copies.isdisjoint(written_by(node)):
             raise TracingError(
                 "functx.jit: the function writes to the memory of an array, by torch.from_numpy or "
-                "torch.as_tensor, which a graph can't (J4). Make the tensor outside, and pass or "
-                "capture it."
+                "torch.as_tensor. A graph can't do that (J4). Make the tensor outside the "
+                "function, and pass or capture it."
             )
 
 
