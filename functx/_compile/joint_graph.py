@@ -198,7 +198,7 @@ class Joint:
         """The region of each node that is in one.
 
         Tags of torch come first, then regions of functx, then modules whose path has a number.
-        If the graph has none of these, a policy makes the whole graph one region.
+        Without such notes, a policy makes the whole graph one region.
         """
         for find in (_by_tag, _by_region, _by_module):
             if found := find(self.nodes):

@@ -69,8 +69,8 @@ def _found(self: Any, original: type) -> tuple[Any, Any]:
     """The module whose forward is compiled, and the compiled forward, if there is one yet.
 
     The module is the jitted one, unless the original has got another class since, as
-    `torch.nn.utils.parametrize` does; then it is the original. An instance of a class that is
-    derived from that of a jitted module, such as a region of it, has no values in the slots yet.
+    `torch.nn.utils.parametrize` does; then it is the original. If another class has been derived
+    from the one of a jitted module (a region of it), the slots of an instance are still empty.
     """
     try:
         of = self._functx_of

@@ -2,7 +2,7 @@
 
 An ordinary pullback, at the base level, is the second half of a graph whose first half has run
 (`tracing.cut`). It reads the values that regions keep. A pullback that is itself differentiated is
-a program of its own, traced from the function, so that derivatives of any order compose. Inside
+another program, traced from the function itself, so that derivatives of any order compose. Inside
 vmap and forward mode the function runs in eager; with `functx.jit` around them, all is one graph.
 
 Only the values that the second half reads are saved for the backward, with autograd's version
