@@ -57,8 +57,8 @@ class Inputs:
     """The inputs of a trace."""
 
     tensors: Tensors  # arguments, at the base level
-    tracked: Sequence[bool]  # which arguments require grad, at any level
-    leaves: Sequence[bool]  # which are leaves of the tape around the call
+    tracked: Sequence[bool]  # whether each argument requires grad, at any level
+    leaves: Sequence[bool]  # whether each is a leaf of the tape around the call
     alike: Sequence[int]  # for each argument the first one that is the same tensor
     captured: Tensors = ()  # as the function finds them, perhaps wrapped by transforms around
     values: Tensors = ()  # the captured tensors without wrappers, at the base level

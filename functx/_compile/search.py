@@ -195,7 +195,7 @@ class Search:
         self.key.append(id(x))
         self.known.append(x)
 
-    # -- functions and what wraps them
+    # -- functions and their wrappers
 
     def _function(self, f: types.FunctionType, kind: Any) -> None:
         code = f.__code__

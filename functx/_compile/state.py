@@ -35,7 +35,7 @@ from functx._core import (
     variables,
 )
 
-_SMALL = 4096  # bytes of an array whose values count
+_SMALL = 4096  # bytes; larger arrays are compared by identity
 _BUILT_IN = {list, tuple, dict, OrderedDict, set, frozenset}
 
 
