@@ -1,9 +1,11 @@
-"""Compiles a graph, so that its order and its recompute stay what they are.
+"""Compiles a graph so that its order and its recompute are kept.
 
 NOTE [stages]
-Inductor fuses loops that read the same memory: the norm of a forward with that of its recompute,
-which then lives from the forward on. So nodes note their stage, a run of one phase of one region,
-and whether it is a forward. Fused is what is of one stage, or read by the next, if no forward's.
+Inductor fuses loops that read the same memory. It would fuse, for example, a norm of the forward
+with the same norm in the recompute. The recomputed value would then be alive from the forward on,
+which defeats the recompute. So each node notes its stage: a run of one phase of one region, and
+whether that is a forward. Loops are fused within one stage, or with the next stage if neither
+belongs to a forward.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from functx._compile.tracing import Traced
 from functx._core import LiveStorages
 from functx._torch import compiler
 
-# Inductor would move a recompute to its operands, or schedule it early. Memory is laid out as in
-# eager: copies with channels last would live on. Random numbers come from torch's generators.
+# The first two passes would move a recompute to its operands, or schedule it early. Layouts stay as
+# in eager, since copies in channels-last layout would stay alive. Random numbers must come from
+# torch's generators, as in eager.
 INDUCTOR = {
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
@@ -37,23 +40,25 @@ INDUCTOR = {
 
 @dataclass(frozen=True)
 class Inductor:
-    """Torch's compiler with options of the user's, by name; called as a backend is."""
+    """The inductor backend with options, by name, that the user has given."""
 
     options: tuple[tuple[str, Any], ...]
 
 
 def checked_backend(backend: Any, mode: str | None, options: Mapping[str, Any] | None) -> Any:
-    """The backend of `functx.jit` with ``mode=`` and ``options=``, which mean what torch means.
+    """The backend of `functx.jit` with ``mode=`` and ``options=``, as in ``torch.compile``.
 
     Raises:
-        ValueError: There is no such mode or option, or functx can't have it.
+        ValueError: The mode or option does not exist, or conflicts with what functx guarantees.
     """
     if mode is None and options is None:
         return backend
     if backend != "inductor":
-        raise ValueError("functx.jit: mode= and options= are for the backend inductor alone.")
+        raise ValueError("functx.jit: mode= and options= are for the backend inductor only.")
     if mode is not None and options is not None:
-        raise ValueError("functx.jit: give mode= or options=, not both (a mode is some options).")
+        raise ValueError(
+            "functx.jit: give mode= or options=, not both. A mode is a set of options."
+        )
     modes = compiler.modes()
     if mode is not None and mode not in modes:
         raise ValueError(f"functx.jit: mode is {mode!r}, expected one of {(*modes,)}.")
@@ -66,15 +71,16 @@ def checked_backend(backend: Any, mode: str | None, options: Mapping[str, Any] |
         )
     if given.pop("triton.cudagraphs", False):
         raise ValueError(
-            "functx.jit: CUDA graphs are not supported, which "
-            f"{f'mode={mode!r}' if mode else 'triton.cudagraphs'} asks for. Take "
-            'mode="max-autotune-no-cudagraphs", or torch.cuda.make_graphed_callables around.'
+            "functx.jit: CUDA graphs are not supported, but "
+            f"{f'mode={mode!r}' if mode else 'triton.cudagraphs'} asks for them. Use "
+            'mode="max-autotune-no-cudagraphs", or put torch.cuda.make_graphed_callables around '
+            "the jitted function."
         )
     for name, value in INDUCTOR.items():
         if given.get(name, value) != value:
             raise ValueError(
-                f"functx.jit: {name} has to be {value}, so that a graph keeps its recompute, its "
-                "memory and its random numbers."
+                f"functx.jit: the option {name} must be {value}. With another value the graph "
+                "would lose its recompute, its memory layout or its random numbers."
             )
     return Inductor(tuple(sorted({**given, **INDUCTOR}.items())))
 
@@ -82,17 +88,18 @@ def checked_backend(backend: Any, mode: str | None, options: Mapping[str, Any] |
 def compiled(
     traced: Traced, backend: Any, name: str, is_plain: bool = False
 ) -> Callable[[list[Any]], list[Any]]:
-    """What runs a graph: from a list of tensors and sizes, which it empties, to its results.
+    """A function that runs the graph on a list of tensors and sizes, and returns its results.
 
-    ``name`` is that of the function, for messages. A plain graph writes to no input and returns
-    none, and so needs no alias of an input.
+    It empties the list, so that inputs can be freed early. ``name`` is the function's, for
+    messages. A plain graph neither writes to an input nor returns one, so its inputs need not be
+    detached.
     """
     is_inductor = backend == "inductor" or isinstance(backend, Inductor)
     n_kept = traced.keep_draws() if isinstance(backend, (str, Inductor)) else 0
     module, examples = traced.module(), traced.examples()
     _note_stages(module.graph)
     notice = noticed(f"functx.jit: {name}", module.graph)
-    # Casts of autocast are in the graph; others would be added to what runs without autocast.
+    # The graph has the casts of autocast already. Compiling under autocast would add more.
     outside = _torch.without_dispatch_modes(), _torch.cleared_interpreter_stack()
     with notice, outside[0], outside[1], torch.no_grad(), _torch.without_autocast():
         if is_inductor:
@@ -116,9 +123,9 @@ def compiled(
         modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
         if is_inductor and any(isinstance(mode, LiveStorages) for mode in modes):
             raise TypeError(
-                "functx.jit: what inductor compiles can't be followed. For functx.memory pass the "
-                "jitted function as an argument of what is measured; for functx.saved_residuals "
-                'use backend="aot_eager", which saves the same.'
+                "functx.jit: functx can't look into a graph that inductor has compiled. For "
+                "functx.memory, pass the jitted function as an argument of the measured function. "
+                'For functx.saved_residuals use backend="aot_eager", which saves the same tensors.'
             )
         if not is_plain:
             args[:] = [t.detach() if isinstance(t, Tensor) else t for t in args]
@@ -130,9 +137,9 @@ def compiled(
 
 @contextmanager
 def noticed(what: str, graph: fx.Graph) -> Iterator[None]:
-    """Show on a terminal what is being done to a graph, and for how long, if it takes a while.
+    """Show the progress of a slow step on a terminal: its name, the size of the graph, the time.
 
-    One line stays when it is done. Where stderr is not a terminal, nothing is written.
+    One line stays when the step is done. If stderr is not a terminal, nothing is written.
     """
     stream = sys.stderr
     if not stream.isatty():
@@ -163,7 +170,7 @@ def noticed(what: str, graph: fx.Graph) -> Iterator[None]:
             stream.flush()
 
 
-_QUICK = 2.0  # seconds, in which nothing is shown
+_QUICK = 2.0  # seconds; shorter steps show nothing
 
 
 def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
@@ -176,7 +183,7 @@ def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
 
 
 def _note_stages(graph: fx.Graph) -> None:
-    """See NOTE [stages]."""
+    """Note the stage of each node for inductor; see NOTE [stages]."""
 
     def stage(node: fx.Node) -> tuple[Any, Any]:
         custom = node.meta.get("custom", {})

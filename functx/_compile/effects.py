@@ -1,12 +1,12 @@
-"""Finds and undoes what a function does in a trace in addition to its result (J1, J4).
+"""Finds and undoes the side effects that a function has in a trace (J1, J4).
 
-functx notes all that the function reaches before a trace, and compares it afterwards. A tensor of
-the trace that has been left somewhere is an error. A plain value that has changed (a counter) means
-that the function can't be a graph, and runs in eager from then on. In both cases everything is put
-back first, so that a trace has no effects. Seeds and states of generators are compared where the
-function draws, and at the end.
+functx notes everything that the function reaches before a trace, and compares it afterwards. If the
+function has left a tensor of the trace somewhere, that is an error. If it has changed a plain value
+(a counter), a graph can't repeat that at each call, so the function runs in eager from then on. In
+both cases functx first restores the old values, so that a trace has no effects. Seeds and states of
+generators are compared when the function draws, and at the end.
 
-A limit: objects that the search does not reach are neither compared nor put back.
+A limit: objects that the search does not reach are neither compared nor restored.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from functx._core import RematError, TracingError, describe, name_of
 from functx._torch import graphs
 
 _SEED = 0x5EED_F00D
-REFUSALS = TracingError, RematError  # by functx
-_NOTED_BY_TORCH = {"_flat_weights", "_flat_weight_refs"}  # of recurrent layers, at each call
+REFUSALS = TracingError, RematError  # the errors by which functx refuses something
+_NOTED_BY_TORCH = {"_flat_weights", "_flat_weight_refs"}  # recurrent layers set these in each call
 
 
 class Changed(Exception):
-    """A trace has changed a plain value of the program's; all is as it was before."""
+    """A trace has changed a plain value of user code; functx has undone all its effects."""
 
     def __init__(self, change: Change, holder: Any) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Changed(Exception):
 
 @dataclass
 class Change:
-    """One place that holds something else than before."""
+    """One place whose contents differ from those before the trace."""
 
     owner: Any
     key: Any
@@ -77,12 +77,12 @@ class Change:
 
     @property
     def fills(self) -> bool:
-        """Whether a first call may do this and later ones may not: fill something, set a flag."""
+        """Whether only a first call may make this change: filling something, or setting a flag."""
         return self.old is MISSING or (self.old is None or type(self.old) is bool)
 
 
 class Before:
-    """What is in reach before a trace; ``codes`` are those that run in it, as far as noted."""
+    """The state in reach before a trace. ``codes`` collects the code objects that run in it."""
 
     def __init__(self, found: Search, codes: Iterable[types.CodeType] = ()) -> None:
         self.found, self._codes = found, codes
@@ -94,12 +94,13 @@ class Before:
                 *((slot, t) for t, slots in zip(found.tensors, found.slots) for slot in slots),
             )
         ]
-        # `torch.utils.swap_tensors` swaps no tensor to which there are weak references.
+        # torch.utils.swap_tensors raises an error for tensors with weak references. So these block
+        # it during the trace.
         self._references = [weakref.ref(t) for t in found.tensors]
         self._caches = [(x, x.cache_info()) for x in found.held if type(x) is CACHE]
 
     def changes(self) -> Iterator[Change]:
-        """What is different now."""
+        """The differences between the noted state and the present one."""
         noted = set()
         for box, before, owner in self.found.snapshots:
             noted.add(id(box))
@@ -119,11 +120,11 @@ class Before:
                 yield Change(space, name, MISSING, space[name], undo)
 
     def iterators(self) -> list[Any]:
-        """How far the iterators in reach have come, those that tell."""
+        """The positions of the iterators in reach, for classes that show theirs."""
         return [_position(x) for x in self.found.held if issubclass(type(x), _ITERATORS)]
 
     def settle(self) -> None:
-        """Undo all changes, and raise if there are any of the program's.
+        """Undo all changes, and raise an error if user code made any.
 
         Raises:
             TracingError: A tensor of the trace has been left somewhere.
@@ -142,11 +143,12 @@ class Before:
             )
 
     def counted(self) -> list[Change]:
-        """The changes that the program has made."""
+        """The changes that user code has made."""
         return [change for change in self.changes() if self._is_counted(change)]
 
     def _is_counted(self, change: Change) -> bool:
-        # A thread (tqdm has one) changes its own attributes meanwhile, and waits for conditions.
+        # A running thread (tqdm has one) changes its own attributes during the trace, and the
+        # conditions on which it waits. The function did not make these changes.
         is_threads = issubclass(type(change.owner), threading.Thread)
         if is_threads and change.key not in Ran({*self._codes}).names:
             return False
@@ -155,7 +157,7 @@ class Before:
         return _is_of_program(change)
 
     def put_back(self, everything: bool) -> None:
-        """Undo changes: all, or those that leave tensors of a trace."""
+        """Undo all changes, or only those that have left tensors of a trace."""
         for change in [*self.changes()]:
             if everything or any(map(is_traced, Search([change.new]).tensors)):
                 change.undo()
@@ -164,7 +166,7 @@ class Before:
         """Empty each `functools.cache` that holds tensors of the trace; returns these caches.
 
         Raises:
-            KeptError: One has held other results before, which are lost.
+            KeptError: A cache held other results before, which are lost now.
         """
         filled = []
         for cache, before in self._caches:
@@ -176,8 +178,9 @@ class Before:
                 if before.currsize:
                     raise KeptError(
                         f"functx.jit: a tensor that the function makes is kept by the cache of "
-                        f"{name_of(cache)} (functools.cache), which is emptied now, where it has "
-                        "no values (J4). Call the function once before, in eager."
+                        f"{name_of(cache)} (functools.cache). A tensor of a trace has no values, "
+                        "so functx has emptied the cache (J4). Call the function once before, in "
+                        "eager."
                     )
         return filled
 
@@ -218,7 +221,7 @@ def _changes_in(box: Any, before: Any, owner: Any) -> Iterator[Change]:
 
 
 def owner_of(box: Any, owner: Any) -> Any:
-    """Where to set: the class for the proxy of its ``__dict__``."""
+    """The object to write to: for the ``__dict__`` of a class, a read-only proxy, the class."""
     return owner if type(box) is types.MappingProxyType else box
 
 
@@ -255,7 +258,7 @@ def _writer(function: Any, x: Any, value: Any) -> Callable[[], None] | None:
 
 
 def _is_of_program(change: Change) -> bool:
-    """Whether a change is one of the program's, and not a note that torch or functx makes."""
+    """Whether user code made a change, rather than torch or functx for its own notes."""
     module = type(change.owner).__module__
     if module.startswith("functx."):
         return False
@@ -263,31 +266,33 @@ def _is_of_program(change: Change) -> bool:
         if change.key in _NOTED_BY_TORCH:
             return False
     elif module.startswith("torch.") and change.old is MISSING:
-        return False  # an attribute that is computed when it is asked for (`torch.distributions`)
+        return False  # a lazy attribute, set when first read (`torch.distributions`)
     if type(change.key) is weakref.ref and change.key() is _torch.FakeTensor:
-        return False  # `functools.singledispatch` notes which function is that of a class
+        return False  # `functools.singledispatch` caches the function for a class
     old, new = change.old, change.new
     return not (type(old) is type(new) and type(old) in PLAIN and repr(old) == repr(new))
 
 
 @contextmanager
 def watched(before: Before) -> Iterator[None]:
-    """Around a trace: what its function may do, or an error.
+    """Around a trace: undo its effects, and raise an error for those that a graph can't have.
 
-    Where the function raises an error of its own, all is put back, too, since it runs once more,
-    unless it has taken items of an iterator: then the error has an attribute that says so.
+    If the function raises an error of its own, it runs again in eager. So functx undoes its effects
+    in that case too. This is impossible if it has taken items of an iterator. Then the effects
+    stay, and the error gets the attribute ``functx_went_on``, so that the function does not run
+    again.
 
     Args:
-        before: What is in reach.
+        before: The state in reach.
 
     Raises:
-        TracingError: It has an effect that a graph can't have.
-        Changed: It changes plain values.
+        TracingError: The function has an effect that a graph can't have.
+        Changed: The function changes plain values.
     """
     found = before.found
     if any(map(is_lazy, found.tensors)):
         raise TracingError(
-            "functx.jit: a lazy module has no parameters yet: call it once in eager before."
+            "functx.jit: a lazy module has no parameters yet. Call it once in eager first."
         )
     gradients = [(t, t.grad) for t in found.tensors if t.is_leaf]
     iterators = before.iterators()
@@ -298,13 +303,16 @@ def watched(before: Before) -> Iterator[None]:
     except BaseException as error:
         is_refusal = isinstance(error, REFUSALS) or graphs.reads_values(error)
         changes = before.counted()
-        # (The function runs in eager where it has failed, with all of its effects.)
+        # After another error the function runs again in eager, which has all its effects once more.
+        # That is right only if no iterator has moved on.
         is_repeated = isinstance(error, Exception) and before.iterators() == iterators
         before.put_back(everything=is_refusal or is_repeated)
         before.clear_caches()
         if not is_refusal and not is_repeated:
             error.functx_went_on = True  # type: ignore[attr-defined]
-        if isinstance(error, KeptError):  # who keeps it?
+        if isinstance(
+            error, KeptError
+        ):  # raise it with the name of the object that holds the tensor
             for change in changes:
                 holder = holder_of(change.owner, found)
                 refuse_kept(Search([change.new]).tensors, holder, change.key)
@@ -320,8 +328,8 @@ def watched(before: Before) -> Iterator[None]:
         before.put_back(everything=True)
     if before.iterators() != iterators:
         raise TracingError(
-            "functx.jit: the function takes items of an iterator that was there before, which a "
-            "graph can't do at each call. Take them outside, and pass them as arguments."
+            "functx.jit: the function takes items of an iterator that existed before the call. A "
+            "graph can't do that at each call. Take the items outside, and pass them as arguments."
         )
     if changed:
         raise sets_gradients()
@@ -330,15 +338,15 @@ def watched(before: Before) -> Iterator[None]:
 def sets_gradients() -> TracingError:
     """The error for a function that sets ``.grad``."""
     return TracingError(
-        "functx.jit: the function sets .grad of a tensor that it reads, by .backward() or "
-        "zero_grad() say, which a graph can't (J4). Take gradients by functx.grad or "
-        "torch.autograd.grad, or call these outside."
+        "functx.jit: the function sets .grad of a tensor that it reads, for example by .backward() "
+        "or zero_grad(). A graph can't do that (J4). Take gradients by functx.grad or "
+        "torch.autograd.grad, or call these methods outside."
     )
 
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """Around a function in a trace: refuse that it leaves grad mode or a flag of torch changed."""
+    """Around a function in a trace: raise if it leaves grad mode or a flag of torch changed."""
     settings, values = surroundings(), _torch.flags_now()
     try:
         yield
@@ -351,22 +359,23 @@ def settings_kept() -> Iterator[None]:
     if left:
         raise TracingError(
             "functx.jit: the function leaves grad mode, a default or a flag of torch changed (J4). "
-            "Set it outside, or for a part of the function (with torch.no_grad(): ...)."
+            "Set it outside, or in a with block (with torch.no_grad(): ...) that resets it."
         )
 
 
 def _refuse_step(optimizer: Any, *_: Any) -> None:
-    """Before an optimizer's step, of any thread."""
+    """Runs before each optimizer step of the process, in any thread."""
     if _torch.tracing():
         raise TracingError(
-            f"functx.jit: the function calls {name_of(optimizer)}.step(), which reads .grad, and "
-            "keeps its state, outside of the graph. Call it outside, or compute the update."
+            f"functx.jit: the function calls {name_of(optimizer)}.step(), which reads .grad and "
+            "keeps its state outside of the graph. Call step() outside, or compute the update in "
+            "the function."
         )
 
 
-_HINTS = {  # by attribute, which hooks of these set in each call
-    "weight": " Take torch.nn.utils.parametrizations in place of the weight_norm and spectral_norm "
-    "of torch.nn.utils."
+_HINTS = {  # by the attribute that holds the tensor: hooks of weight_norm set it in each call
+    "weight": " Use weight_norm and spectral_norm of torch.nn.utils.parametrizations in place of "
+    "those of torch.nn.utils."
 }
 
 
@@ -375,21 +384,21 @@ class KeptError(TracingError):
 
 
 def refuse_kept(tensors: Iterable[Tensor], owner: Any = None, key: Any = None) -> None:
-    """Raise where one is of a trace, this one or an earlier one."""
+    """Raise if a tensor belongs to a trace, this one or an earlier one."""
     for t in filter(is_traced, tensors):
         by = "" if owner is None else f" by {_owner_name(owner)}"
         by += f" ({key})" if isinstance(key, str) else ""
         raise KeptError(
             f"functx.jit: a tensor that the function makes, {t.dtype} of shape {(*t.shape,)}, "
-            f"is kept{by}, where it has no values (J4). Return it; or, if it is a "
-            "table that a first call fills: clear that, and call the function once before, in "
+            f"is kept{by}, but a tensor of a trace has no values (J4). Return it; or, if it is in "
+            "a table that a first call fills: clear that, and call the function once before, in "
             f"eager.{_HINTS.get(key, '')}"
         )
 
 
 def holder_of(x: Any, found: Search) -> Any:
     """The object, or the function, that holds a container or a variable."""
-    for _ in range(9):  # of cycles, too
+    for _ in range(9):  # a limit, since containers may hold each other in a cycle
         if isinstance(x, types.CellType):
             functions = (f for f in found.held if type(f) is types.FunctionType)
             holds = (f for f in functions if any(c is x for c in f.__closure__ or ()))
@@ -416,8 +425,8 @@ def _owner_name(owner: Any) -> str:
 def nothing_drawn(found: Search) -> Iterator[None]:
     """Refuse seeding, and random numbers that are not torch's.
 
-    A trace draws nothing, so each generator keeps the state that it is given here, unless the
-    function seeds it. That is asked at each operation that draws, and at the end.
+    Operators in a trace draw nothing. So each generator keeps the known state that it gets here,
+    unless the function seeds it. This is checked at each operation that draws, and at the end.
     """
     generators = [torch.default_generator, *found.generators]
     states = [g.get_state() for g in generators]
@@ -431,7 +440,7 @@ def nothing_drawn(found: Search) -> Iterator[None]:
     ]
     if (numpy := sys.modules.get("numpy")) is not None:
         pythons.append((numpy.random.get_state, numpy.random.set_state))
-    for x in found.held:  # generators of NumPy's
+    for x in found.held:  # NumPy's generator objects
         if type(x).__module__.startswith("numpy.random") and hasattr(x, "bit_generator"):
             get = functools.partial(getattr, x.bit_generator, "state")
             pythons.append((get, functools.partial(setattr, x.bit_generator, "state")))
@@ -445,7 +454,8 @@ def nothing_drawn(found: Search) -> Iterator[None]:
         if are_seeded():
             raise refused("seeds a generator, or sets its state", "Do it outside.")
         with _torch.without_dispatch_modes(), _torch.cleared_interpreter_stack():
-            for i, g in enumerate(generators):  # so that setting an earlier state is seen
+            # Advance the generators, so that a later check notices if an earlier state is set.
+            for i, g in enumerate(generators):
                 torch.empty(1).uniform_(generator=g)
                 own[i] = g.get_state()
 
@@ -454,13 +464,13 @@ def nothing_drawn(found: Search) -> Iterator[None]:
             yield
         if are_seeded():
             raise TracingError(
-                "functx.jit: the function seeds a generator, or sets its state, which a graph "
-                "can't (J4). Do it outside."
+                "functx.jit: the function seeds a generator, or sets its state. A graph can't do "
+                "that (J4). Do it outside."
             )
         if any(repr(get()) != repr(kept) for (get, _), kept in zip(pythons, before)):
             raise TracingError(
-                "functx.jit: the function draws from Python's or NumPy's random, which a graph "
-                "can't (J4). Draw outside, or with torch."
+                "functx.jit: the function draws from Python's or NumPy's random. A graph can't do "
+                "that (J4). Draw outside, or with torch."
             )
     finally:
         for g, state in zip(generators, states):

@@ -1,9 +1,9 @@
 """The memory of a jitted function: its programs, and the calls that have run them.
 
 A *program* serves all calls whose arguments and state are equal by value. An *entry* is one such
-call: it holds for another call if the arguments are alike and all that it guards is still the same
-object. That takes microseconds. Where no entry holds, a search says by value whether there is a
-program, and there is a new entry.
+call. It holds for another call if the arguments are alike and every guarded place still has the
+same object. That check takes microseconds. If no entry holds, a search compares the state by value
+to find a program, and makes a new entry for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST, _MOST_OF_ONE = 16, 4  # entries of one function, and of one program
 
 
 class Programs(dict[Any, list[Any]]):
-    """By arguments and surroundings, the programs that there are."""
+    """The known programs, by arguments and surroundings."""
 
 
 class Traces(list[Any]):
@@ -40,10 +40,10 @@ class Traces(list[Any]):
 
 
 class Entries(list[Any]):
-    """The entries of a function, the one that held last first."""
+    """The entries of a function, most recently used first."""
 
     def put(self, entry: Entry) -> None:
-        """Add one; the oldest goes."""
+        """Add an entry, and drop the least recently used one if there are too many."""
         same = [e for e in self if e.program is entry.program]
         if len(same) == _MOST_OF_ONE:
             self.remove(same[-1])
@@ -51,36 +51,36 @@ class Entries(list[Any]):
         del self[_MOST:]
 
     def drop(self, entry: Entry) -> None:
-        """Remove one, if it is there."""
+        """Remove an entry if it is there."""
         with suppress(ValueError):
             self.remove(entry)
 
 
 @dataclass
 class Known:
-    """A program, with the state that a call must have for it, and objects that it returns."""
+    """A program, the state for which it is valid, and the objects that it returns."""
 
     program: Program
-    ran: Ran | None  # what the search follows; ``None`` for everything
-    key: Any  # of the state
-    held: Any  # the objects whose ids are in the key
-    returned: Sequence[Any] = ()  # objects in reach that are results
-    read: Sequence[int] = ()  # the slots whose tensors the program is given
+    ran: Ran | None  # the code whose names the search follows; ``None`` for all code
+    key: Any  # the state by value; see `state_key`
+    held: Any  # the objects whose ids are in the key: they must stay alive
+    returned: Sequence[Any] = ()  # objects in reach that the function returns
+    read: Sequence[int] = ()  # the numbers of the slots whose tensors are inputs of the program
 
     def returns(self, found: Search) -> bool:
-        """Whether what it returns is in reach."""
+        """Whether the objects that the program returns are in reach."""
         ids = {*map(id, found.held)} if self.returned else ()
         return all(id(x) in ids for x in self.returned)
 
 
 def state_key(found: Search, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """All of a state by value, and which tensors it shares with the arguments."""
+    """The whole state by value, and which of its tensors are also arguments."""
     kinds = tuple([(*described(base_of(t), True), is_tracked(t)) for t in found.tensors])
     return found.key, kinds, alike([*tensors, *found.tensors])
 
 
 class Entry:
-    """One call of a program, and what must be the same for another one."""
+    """One call of a program, with the checks that another call must pass to reuse it."""
 
     def __init__(
         self,
@@ -111,7 +111,8 @@ class Entry:
         self._pick: Any = None
         if known.read != [*range(len(found.tensors))]:
             self._pick = functools.partial(_picked, known.read)
-        # torch's own guards know strided tensors of the base level, and each of them once.
+        # torch's own guards accept only strided tensors of the base level, each of them once. The
+        # rest is compared in Python.
         first = alike(every)
         self._alike = None if first == (*range(len(every)),) else first
         plain = [
@@ -137,7 +138,7 @@ class Entry:
                 dynamic_dims_sizes=sizes,
                 dynamic_dims_strides=strides,
             )
-        # With pending conjugation or negation, or a wrapper of a level that has ended:
+        # Inputs with pending conjugation or negation, or in a wrapper of a level that has ended:
         given = [*tensors, *(found.tensors[i] for i in known.read)]
         self.lazy = [
             i
@@ -149,7 +150,7 @@ class Entry:
         self._asks = self._asks or bool(program.asked)
 
     def state(self, settings: Any, spec: Any, others: Any, tensors: Any) -> Any:
-        """The tensors of the state, if this holds for a call; else ``None``."""
+        """The tensors of the state if this entry holds for a call; else ``None``."""
         if settings != self._settings or len(tensors) != self._n:
             return None
         if spec is not self._spec and spec != self._spec:
@@ -180,7 +181,7 @@ class Entry:
         return state
 
     def is_intact(self, state: Sequence[Tensor]) -> bool:
-        """Whether all that is guarded is still the same, and these are the tensors of the state."""
+        """Whether all guards still hold, and ``state`` still has the tensors of the state."""
         found = self._guards.read()
         if found is None:
             return False
@@ -210,7 +211,7 @@ _attributes_of: Any = operator.attrgetter("__dict__")
 
 
 def _are_same(expected: Sequence[dict[str, Any]], tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors have the attributes that users have given to others."""
+    """Whether tensors have exactly the expected attributes from user code."""
     for before, now in zip(expected, map(_attributes_of, tensors)):
         if before.keys() != now.keys() or any(now[k] is not v for k, v in before.items()):
             return False
@@ -222,7 +223,11 @@ def _picked(numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _same_as(value: Any, dead: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """Whether an argument is this one; an object is known weakly, and its end ends the entry."""
+    """A check whether an argument is ``value``.
+
+    Objects are compared by weak reference, so that an entry does not keep them alive. When the
+    object dies, ``dead`` drops the entry.
+    """
     kind = type(value)
     if kind in PLAIN:
         return functools.partial(_is_equal, value, kind)

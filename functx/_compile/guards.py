@@ -1,8 +1,9 @@
-"""The flat list that a call checks, and where it reads the tensors of the state (J3).
+"""The flat lists of guards that each call checks, and of slots from which it reads tensors (J3).
 
-Each kind of guard is a few columns of one length, so that a check is one pass of C code without a
-Python call for each guard. Everything is compared by identity: the methods ``__eq__`` of users and
-of tensors are never called, and 1, 1.0 and True stay apart.
+A check runs at every call, so it must take microseconds even for a large model. All guards of one
+kind are therefore stored as columns of equal length, which one pass of C code (``map``) compares
+without a Python call for each guard. Values are compared by identity: this never calls ``__eq__``
+of user classes or tensors, and it keeps 1, 1.0 and True apart.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from functx._compile.search import CELL, CODE, FIXED, ITEM, Search
 
 _ERRORS = KeyError, IndexError, ValueError, AttributeError, TypeError
 _is, _get, _call = operator.is_, operator.getitem, operator.call
-_attribute = object.__getattribute__  # of no class of the user's
+_attribute = object.__getattribute__  # not the method of a user class, which may run any code
 
 
 class Guards:
     """The guards and slots of a search, as columns."""
 
     def __init__(self, found: Search, weakly: Container[int] = ()) -> None:
-        """``weakly`` are the ids of objects that the caller compares, and which may die."""
+        """``weakly`` has the ids of objects that the caller compares itself, by weak references.
+
+        Guards on them would hold references that keep these objects alive.
+        """
         kinds = [k for k in found.kinds if id(k[0]) not in weakly]
         own = [k for k in found.own if id(k[0]) not in weakly]
         cells = [r[1:] for r in found.reads if r[0] is CELL]
@@ -50,7 +54,7 @@ class Guards:
         self._slots(found)
 
     def _slots(self, found: Search) -> None:
-        """Where tensors are: the first place of each is read, the others must hold the same."""
+        """Note where tensors are read: each from its first place. Other places are compared."""
         firsts = [(slots[0], number) for number, slots in enumerate(found.slots)]
         items = [(place, n) for place, n in firsts if place[0] is ITEM]
         reads = [(place, n) for place, n in firsts if place[0] is not ITEM]
@@ -73,7 +77,7 @@ class Guards:
         )
 
     def read(self) -> Sequence[Tensor] | None:
-        """The tensors of the state, or ``None`` where something is not what it was."""
+        """The tensors of the state, or ``None`` if a guard does not hold."""
         try:
             for check, columns in self._checks:
                 if not check(*columns):
@@ -102,7 +106,7 @@ def _fixed(t: Tensor) -> Tensor:
 
 
 def _columns(rows: Sequence[Any]) -> tuple[Any, ...]:
-    """Rows as columns; nothing for no rows."""
+    """Transpose rows to columns. No rows give an empty tuple."""
     return tuple(zip(*rows))
 
 

@@ -1,14 +1,15 @@
-"""What a trace may not do to the program's modules and tensors.
+"""Keeps modules and tensors of user code intact during a trace.
 
 NOTE [intact]
-The tensors of a trace have no values. A parameter whose ``.data`` is set to one has none from then
-on, and a module that keeps one can't run any more. So what changes a tensor itself, and not what is
-in it, is refused before it happens, as far as torch shows it to a function mode. An assignment to a
-module is not shown: what modules hold is noted before a trace, and where a tensor of the trace is
-found there at the end, what was there before is put back.
+The tensors of a trace have no values. If ``.data`` of a parameter is set to such a tensor, the
+parameter has no values from then on, and a module that keeps such a tensor can't run any more. So
+functx refuses operations that change a tensor itself rather than its values, before they happen.
+It sees those that torch shows to a function mode. Torch does not show assignments to attributes of
+a module. So functx notes the contents of modules before a trace. If they hold a tensor of the trace
+afterwards, functx restores the old contents.
 
-What this does not do: it does not look into containers other than those that a module has as
-attributes, and it does not find modules that `State` does not reach.
+Limits: functx looks only into containers that are attributes of a module, and it finds only modules
+that `State` reaches.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from functx import _torch
 from functx._core import TracingError, is_internal, is_of
 
 _MISSING: Any = object()
-_ATTRIBUTES: Any = Tensor  # which are descriptors, and for type checkers what they give
+_ATTRIBUTES: Any = Tensor  # ``Any``, since type checkers don't know attributes as descriptors
 _SET_DATA = _ATTRIBUTES.data.__set__
 _SET_GRAD = _ATTRIBUTES.grad.__set__
 _SET_REQUIRES_GRAD = _ATTRIBUTES.requires_grad.__set__
-# In place, but of what a tensor is rather than of what is in it.
+# These work in place on the shape or strides of a tensor rather than on its values.
 _RESHAPES = """resize_ resize_as_ as_strided_ t_ transpose_ swapaxes_ swapdims_ squeeze_
 unsqueeze_"""
 _OF_TENSORS = {getattr(Tensor, name) for name in _RESHAPES.split()}
 _OF_TORCH = {getattr(torch, name) for name in _RESHAPES.split() if hasattr(torch, name)}
 _INSTEAD = (
     "A graph can't do that. Compute a new tensor and return it; or write the new values into the "
-    "old tensor, w.copy_(new) or w.mul_(0.9) under torch.no_grad(); or do it outside"
+    "old tensor, w.copy_(new) or w.mul_(0.9) under torch.no_grad(); or do it outside the function"
 )
 
 
@@ -56,9 +57,9 @@ def _unwrapped(t: Tensor) -> Tensor:
 
 
 class RefusedChanges(TorchFunctionMode):
-    """Refuses what would change a tensor of the program itself; see NOTE [intact].
+    """Refuses operations that change a tensor of user code itself; see NOTE [intact].
 
-    ``frozen`` are tensors that may not change their ``requires_grad``.
+    ``requires_grad`` of the ``frozen`` tensors may not change.
     """
 
     def __init__(self, frozen: Iterable[Tensor] = ()) -> None:
@@ -72,7 +73,7 @@ class RefusedChanges(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _refused(self, func: Any, args: Any, kwargs: Any) -> str | None:
-        """What a call would do that a graph can't; ``None`` where it may go on."""
+        """Words for what a call would do, if a graph can't do it; ``None`` if it may go on."""
         if func == _SET_DATA:
             return None if _are_alike(*args) else f"sets .data of {_shown(args[0])}. {_INSTEAD}"
         if (func in _OF_TENSORS or func in _OF_TORCH) and not is_traced(args[0]):
@@ -80,7 +81,8 @@ class RefusedChanges(TorchFunctionMode):
         if func is _torch.ASKED_BY_CONVERSIONS and args[0] is not args[1] and is_traced(args[1]):
             return (
                 f"converts the parameters of a module, {_shown(args[0])} to {args[1].dtype} on "
-                f"{args[1].device} (by module.to(), say). Convert the module before, outside"
+                f"{args[1].device} (by module.to() or the like). Convert the module outside, "
+                "before the call"
             )
         if func == _SET_GRAD and not is_traced(args[0]) and args[0].grad is not args[1]:
             return (
@@ -93,13 +95,13 @@ class RefusedChanges(TorchFunctionMode):
         if id(args[0]) not in self.frozen or bool(wanted) is args[0].requires_grad:
             return None
         return (
-            f"sets requires_grad of {_shown(args[0])} to {wanted}. Set it outside; inside, "
-            "t.detach() is t without derivatives"
+            f"sets requires_grad of {_shown(args[0])} to {wanted}. Set it outside the function. "
+            "Inside, use t.detach() to stop derivatives"
         )
 
 
 def _line(error: BaseException | None = None) -> str:
-    """The line outside of torch and functx that runs, or that an error has come from."""
+    """The line of user code that runs now, or that raised ``error``."""
     frames = [(frame.f_lineno, frame) for frame in _running()]
     traceback = error.__traceback__ if error is not None else None
     while traceback is not None:
@@ -127,7 +129,10 @@ def _shown(t: Tensor) -> str:
 
 
 def _are_alike(t: Tensor, value: Any) -> bool:
-    """Whether ``t.data = value`` changes nothing, as where a module is converted to what it is."""
+    """Whether ``t.data = value`` changes nothing.
+
+    ``module.to(dtype)`` does this if the module has that dtype already.
+    """
     if t is value:
         return True
     if not isinstance(value, Tensor) or _torch.is_wrapped(t) or _torch.is_wrapped(value):
@@ -142,14 +147,14 @@ def _are_alike(t: Tensor, value: Any) -> bool:
 
 @contextmanager
 def refused_changes() -> Iterator[None]:
-    """The mode `RefusedChanges`, below all others: a mode of a transform may have to be on top."""
+    """Run under the mode `RefusedChanges`, below all others: some transforms need theirs on top."""
     with placed_below(RefusedChanges()):
         yield
 
 
 @contextmanager
 def placed_below(mode: TorchFunctionMode) -> Iterator[None]:
-    """A function mode below all others."""
+    """Run under a function mode that is below all others on the stack."""
     before = _modes()
     _set_modes([mode, *before], otherwise=before)
     try:
@@ -164,7 +169,7 @@ def _modes() -> list[Any]:
 
 
 def _set_modes(modes: list[Any], otherwise: list[Any]) -> None:
-    """Put function modes in the place of those that there are; others if it is interrupted."""
+    """Replace the stack of function modes; if interrupted, set the stack to ``otherwise``."""
     try:
         while _torch.function_depth():
             _torch.pop_function_mode()
@@ -176,7 +181,10 @@ def _set_modes(modes: list[Any], otherwise: list[Any]) -> None:
 
 
 class KeptByModules:
-    """What modules keep, noted before a trace; ``reaches`` lists the tensors that objects hold."""
+    """The contents of modules, noted before a trace.
+
+    ``reaches`` returns the tensors that objects hold.
+    """
 
     def __init__(
         self,
@@ -187,15 +195,16 @@ class KeptByModules:
         self._reaches = reaches
         self._before: list[tuple[Any, Any]] = []
         for module in held:
-            if is_of(module, nn.Module):  # (isinstance would load a lazy module)
+            if is_of(module, nn.Module):  # isinstance would load a lazy Python module
                 inside = vars(module)
                 others = [x for x in inside.values() if type(x) in (dict, OrderedDict, list)]
                 self._before += [(x, x.copy()) for x in (inside, *others)]
-        # `torch.utils.swap_tensors` changes no tensor that somebody refers to weakly.
+        # torch.utils.swap_tensors raises an error for tensors with weak references. So these block
+        # it during the trace.
         self._refs = [ref(t) for t in tensors]
 
     def put_back(self) -> None:
-        """Take tensors of the trace out of what modules keep."""
+        """Remove tensors of the trace from modules, and restore the old contents."""
         for container, before in self._before:
             if type(container) is list:
                 known = {id(x) for x in before}
@@ -216,7 +225,7 @@ class KeptByModules:
         return bool(new) and any(map(is_traced, self._reaches(new)))
 
 
-# By words of an error of torch's: what the function does.
+# Maps words of torch's own errors to what the function does.
 _REFUSED_BY_TORCH = {
     "Cannot swap t": "swaps tensors (torch.utils.swap_tensors)",
     "metadata mutating ops on non-Fake": "changes the memory or the shape of a tensor in place, by "
@@ -225,13 +234,13 @@ _REFUSED_BY_TORCH = {
 
 
 def refused_by_torch(error: BaseException) -> str | None:
-    """What a traced function does that torch itself refuses; ``None`` for other errors."""
+    """Words for what the function did, if torch itself refused it; ``None`` for other errors."""
     return next((said for words, said in _REFUSED_BY_TORCH.items() if words in str(error)), None)
 
 
 @contextmanager
 def in_words() -> Iterator[None]:
-    """Says what is wrong where torch itself refuses a change."""
+    """Replace torch's own errors about refused changes by ones that name the line and remedy."""
     try:
         yield
     except (RuntimeError, AssertionError) as error:

@@ -1,4 +1,8 @@
-"""`jit`: what users call."""
+"""`functx.jit`, the function that users call, and the object that it returns.
+
+A call first looks for an entry whose guards hold, then searches the state for a program that fits,
+and traces the function only if no program fits.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ from functx._core import (
 from functx._remat import called, is_tracked, sharding, unseen
 from functx._torch import dual_level, graphs, process_patches
 
-_WAY_OUT = "Give a tensor in its place, or keep it (a counter, say) out of the function's reach"
+_WAY_OUT = "Use a tensor in its place, or move it (a counter, for example) out of the function"
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -83,39 +87,41 @@ def jit(
     A call computes what ``f`` computes in eager from the same arguments and state, or raises an
     error. It is traced once for each signature: the structure of the arguments, shapes, dtypes and
     devices of tensors, the values of everything else, and what is set around the call (grad mode,
-    autocast). Tensors that ``f`` reads otherwise than through its arguments (closures, modules,
-    globals) are read at each call; other values there are checked, and another value is another
-    graph. The graph recomputes what regions recompute, and where they do: its peak is that of
-    eager. Random numbers advance torch's generators as in eager, and writes to buffers and
-    arguments happen once a call and carry their history.
+    autocast). ``f`` may also read state in closures, modules and globals. Tensors there are read
+    again at each call; other values there are checked at each call, and a changed value leads to
+    another graph. The graph recomputes the same values as the regions, at the same places, so its
+    peak is that of eager. Random numbers advance torch's generators as in eager, and writes to
+    buffers and arguments happen once per call and carry their history.
 
-    Gradients flow through it (``.backward()``, `functx.grad`, any order), and are compiled in turn.
-    Inside of vmap and jvp it runs in eager, and warns. The stack inside of ``jit`` is one graph, so
-    put it around all. A function that counts its calls (``self.n += 1``) runs in eager, and warns.
-    The page "Traced and compiled" lists what works, what runs in eager and what is an error.
+    Gradients flow through the call (``.backward()``, `functx.grad`, any order), and their pullbacks
+    are compiled too. Inside vmap and jvp a jitted function runs in eager, with a warning. The whole
+    stack inside ``jit`` becomes one graph, so put ``jit`` around all transforms. A function that
+    counts its calls (``self.n += 1``) runs in eager, with a warning. The page "Traced and compiled"
+    lists what works, what runs in eager and what is an error.
 
     Args:
         f: a function or ``nn.Module`` of pytrees of tensors. ``None`` gives a decorator.
         backend: ``"inductor"``, the name of another one of ``torch.compile``, or a function that is
             given a graph and example inputs.
-        dynamic: ``True``: sizes of arguments are symbols, and a graph serves all that it holds for;
-            sizes of 0 and 1, and those that the function compares, have graphs of their own. What
-            is read otherwise than by arguments keeps its shape. ``None`` or ``False``: each shape
-            is a graph of its own.
-        mode: one of ``torch.compile``'s without CUDA graphs: ``"default"``,
-            ``"max-autotune-no-cudagraphs"``. For inductor alone.
-        options: options of inductor, as for ``torch.compile``, in place of a mode. Those that keep
-            the order, the memory and the random numbers of a graph can't be changed.
+        dynamic: with ``True``, sizes of arguments are symbols, and one graph serves all sizes that
+            it is valid for; sizes of 0 and 1, and sizes that the function compares, have graphs of
+            their own. Only arguments have symbolic sizes: state keeps its shapes. ``None`` or
+            ``False`` makes one graph for each shape.
+        mode: a mode of ``torch.compile`` without CUDA graphs: ``"default"`` or
+            ``"max-autotune-no-cudagraphs"``. Only for inductor.
+        options: options of inductor, as for ``torch.compile``, in place of a mode. You can't change
+            those that keep the order, the memory and the random numbers of a graph.
 
     Returns:
-        A function that does what ``f`` does. Of a module it is a module of a derived class over the
+        A function that does what ``f`` does. For a module, a module of a derived class over the
         same state (parameters, buffers, hooks, modes, attributes), whose ``forward`` is compiled.
 
     Raises:
         TypeError: ``f`` is not callable, or a custom container of arguments can't be hashed.
-        ValueError: ``mode`` or ``options`` are not known, or ask for what functx can't keep.
-        functx.TracingError: when called, where a graph can't do what ``f`` does: Python reads the
-            value of a tensor, or keeps one that the function makes. Effects are undone.
+        ValueError: ``mode`` or ``options`` are unknown, or conflict with what functx guarantees.
+        functx.TracingError: at a call, if a graph can't do what ``f`` does. For example, Python
+            code reads the value of a tensor, or keeps a tensor that the function makes. functx
+            undoes the effects of the trace.
 
     Example:
         >>> import torch, functx
@@ -138,10 +144,10 @@ def jit(
 
 
 class Failed(Exception):
-    """A trace has failed with an error of the function's, or of torch's; all is as it was before.
+    """A trace failed with an error of the function or of torch; its effects have been undone.
 
-    The function then runs in eager. That raises the function's own error, with all effects that it
-    has up to there, or it runs through, where only the trace can't.
+    The function then runs in eager. If the error is its own, eager raises it too, after the effects
+    that the function has until then. If only the trace fails, the eager call succeeds.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -159,13 +165,16 @@ class Jitted:
         self._entries = Entries()
         self._traces = Traces()
         self._warned = False
-        self._in_eager: Any = None  # why, where it always runs so
-        self._needs_numbers = False  # for sizes, though dynamic
-        self._filled = False  # a trace has filled something, which the next one may find
+        self._in_eager: Any = None  # the reason why all calls run in eager, if they do
+        self._needs_numbers = False  # a trace with symbolic sizes failed, so each size has a graph
+        # The last call filled something (a cache, a flag). It ran in eager, and the next trace may
+        # find it filled, and succeed.
+        self._filled = False
 
-    @uncompiled  # by torch.compile around it
+    @uncompiled  # an enclosing torch.compile must not look inside
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _torch.tracing() or self._in_eager is not None:  # a part of that graph
+        # In another trace the function becomes a part of the graph that is being traced.
+        if _torch.tracing() or self._in_eager is not None:
             return self.function(*args, **kwargs)
         if (cause := around()) is not None:
             self._tell(f"it runs in eager, inside of {cause} (J5)")
@@ -178,7 +187,7 @@ class Jitted:
         else:
             tensors, how = tree.partition((args, kwargs), is_leaf=_is_size)
         if _torch.function_depth():
-            with unseen():  # what functx asks of tensors here is not for a region around
+            with unseen():  # an enclosing region must not see functx's own questions to tensors
                 entry, state = self._found(tensors, how)
         else:
             entry, state = self._found(tensors, how)
@@ -186,14 +195,15 @@ class Jitted:
             out = self.function(*args, **kwargs)
             if state is not None:
                 self._in_eager = state.said
-                self._tell(f"it runs in eager, as torch can't trace it: {state.said} (J1)")
+                self._tell(f"it runs in eager, because torch can't trace it: {state.said} (J1)")
             return out
         return self._run(entry, how, tensors, state)
 
     def _found(self, tensors: Any, how: Any) -> tuple[Any, Any]:
-        """An entry that holds for a call, and the state.
+        """An entry that holds for a call, and the tensors of the state.
 
-        Without an entry the function runs in eager; then the state is a `Failed`, or ``None``.
+        If the entry is ``None``, the function runs in eager. In place of the state there is then a
+        `Failed` if the trace failed, else ``None``.
         """
         spec, others = how
         settings = surroundings()
@@ -235,10 +245,12 @@ class Jitted:
         return call
 
     def _searched(self, tensors: Any, how: Any, settings: Any) -> tuple[Any, Any]:
-        """An entry for a call for which none holds, and the state; ``None`` to run in eager."""
+        """A new entry for a call, and the tensors of the state; see `_found` for ``None``."""
         key = self._key(tensors, how, settings)
         roots = (self.function, *_statics(how[1]))
-        with MAKING:  # torch traces in one thread at a time, and another one may have traced this
+        # torch traces in one thread at a time. Another thread may have traced this call meanwhile,
+        # so look for a program only once the lock is held.
+        with MAKING:
             try:
                 known, found = self._known(key, roots, tensors) or self._made(
                     key, roots, tensors, how
@@ -253,14 +265,16 @@ class Jitted:
         return entry, [found.tensors[i] for i in known.read]
 
     def _runs_in_eager(self, change: Any) -> None:
-        """A trace has changed a value of the program's: eager does that at each call (J4)."""
+        """Handle a trace that changed a plain value of user code: only eager can repeat it (J4)."""
+        # The first call may just fill a cache or set a flag. It runs in eager, which fills it for
+        # good, and the next call tries a trace again.
         if change.fills and not self._filled:
-            self._filled = True  # by this call, in eager; perhaps the next one finds it
+            self._filled = True
             return
         self._in_eager = change.said
         self._tell(
-            f"it runs in eager, as it changes {change.said}, which a graph can't do at each call "
-            f"(J4). {_WAY_OUT}"
+            f"it runs in eager, because it changes {change.said}, which a graph can't repeat at "
+            f"each call (J4). {_WAY_OUT}"
         )
 
     # -- by value
@@ -277,12 +291,12 @@ class Jitted:
             hash(key)
         except Exception as error:  # __hash__ may raise any error
             raise TypeError(
-                f"functx.jit: an argument can't be hashed ({error}): give tensors, numbers, tuples"
+                f"functx.jit: an argument can't be hashed ({error}). Use tensors, numbers, tuples."
             ) from error
         return key
 
     def _known(self, key: Any, roots: Any, tensors: Any) -> Any:
-        """What is known of a program, and the search that has found its state."""
+        """A known program that fits a call, and the search that found its state, or ``None``."""
         searches: dict[Any, Search] = {}
         for known in reversed(self._programs.get(key, ())):
             if known.ran not in searches:
@@ -295,20 +309,21 @@ class Jitted:
         return None
 
     def _made(self, key: Any, roots: Any, tensors: Any, how: Any) -> Any:
-        """A new program: with sizes as symbols, as long as that works."""
+        """Trace a new program, with symbolic sizes if asked for and as long as that works."""
         dynamic = self.dynamic and not self._needs_numbers
         try:
             return self._traced(key, roots, tensors, how, dynamic)
         except Exception as error:
             if isinstance(error, (TracingError, Changed, Failed)) or not dynamic:
                 raise
-            found = self._traced(key, roots, tensors, how, False)  # or the function's own error
+            # If this fails too, the error is the function's own.
+            found = self._traced(key, roots, tensors, how, False)
             self._needs_numbers = True
             why = (str(error) or type(error).__name__).splitlines()[0]
             tell(
                 "functx.jit(dynamic=True)",
-                "one graph for all sizes is not to be had here, each has its own: torch, or the "
-                f"function, needs numbers ({why})",
+                "one graph can't serve all sizes here, so each size has its own graph: torch or "
+                f"the function needs sizes as numbers ({why})",
             )
             return found
 
@@ -353,7 +368,9 @@ class Jitted:
         slots = {id(t): i for i, t in enumerate(found.tensors)}
         used = program.captured()
         if any(id(captured[k]) not in slots for k in used):
-            ran, found = None, before.found  # met in a way that names do not tell
+            # The trace met a tensor that the names in the code do not lead to. Guard everything
+            # that the search before the trace reached.
+            ran, found = None, before.found
             slots = numbers
         order = sorted(used, key=lambda k: slots[id(captured[k])])
         program.renumber({k: i for i, k in enumerate(order)})
@@ -368,10 +385,10 @@ class Jitted:
     def _warn_of_traces(self, found: Search) -> None:
         if not self._warned and (said := change(self._traces, found)) is not None:
             self._warned = True
-            self._tell(f"it is traced for the third time, as {said} (J7)")
+            self._tell(f"it is traced for the third time, because {said} (J7)")
 
     def _check(self, how: Any, entry: Entry, state: Sequence[Tensor]) -> None:
-        """Refuse to run the function once more, for a derivative, if its state has changed."""
+        """Raise if the state has changed, so that running the function again would be wrong."""
         if entry.is_intact(state):
             return
         known = entry.known
@@ -379,10 +396,10 @@ class Jitted:
         tensors = [found.tensors[i] for i in known.read] if found.key == known.key[0] else []
         if [*map(id, tensors)] != [*map(id, state)]:
             raise TracingError(
-                "functx.jit: a pullback is differentiated, and computes the function again, but "
-                "something that the function reads has been replaced since (a flag, a number or a "
-                "tensor of an object, say). Differentiate before that, or put functx.jit around "
-                "the whole derivative (J1)."
+                "functx.jit: differentiating a pullback computes the function again, but something "
+                "that the function reads has been replaced since the call (for example a flag, a "
+                "number or a tensor in an attribute). Differentiate before you replace it, or put "
+                "functx.jit around the whole derivative (J1)."
             )
 
     # -- in a trace
@@ -397,7 +414,10 @@ class Jitted:
         given: Sequence[Tensor],
         standin: Any,
     ) -> Outcome:
-        """Run the function on the tensors of a trace; in eager for a pullback in vmap or jvp."""
+        """Run the function on the tensors of a trace.
+
+        A pullback inside vmap or jvp calls this too, without a trace: the function runs in eager.
+        """
         args, kwargs = tree.combine(given, how)
         name = f"functx.jit: {name_of(self.function)}"
         if not _torch.tracing():
@@ -425,17 +445,17 @@ class Jitted:
         inputs = {*map(id, given), *met.numbers}
         if any(_attributes(t) for t in results if id(t) not in inputs):
             raise refused("sets an attribute of a tensor that it returns", "Set it outside.")
-        if rest is not None:  # (with sizes among it, which this graph is for then)
+        if rest is not None:  # sizes that the function returns become numbers of this graph
             rest = rest[0], [o and (_as_numbers(o[0]),) for o in rest[1]]
         return Outcome(results, rest, met)
 
-    # -- what else a function is
+    # -- acting as the function itself
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        """Of a module its parameters, say."""
+        """Attributes of a wrapped module, such as its parameters."""
         if name.startswith("__") or not isinstance(self.__dict__.get("function"), torch.nn.Module):
             raise AttributeError(f"functx.jit: no attribute {name!r}")
         return getattr(self.function, name)
@@ -446,20 +466,22 @@ class Jitted:
 
 @dataclass(frozen=True)
 class Argument:
-    """Stands for a result that is one of the arguments, and not a tensor."""
+    """Stands for a result that is an argument and not a tensor: each call returns its own."""
 
     index: int
 
     def of(self, others: Any) -> Any:
-        """The one of a call."""
+        """The argument at this place in a call."""
         return others[self.index]
 
 
 def _returned(program: Program, how: Any, found: Search, name: str) -> list[Any]:
-    """The objects in reach that a function returns; arguments are noted by their places.
+    """The objects that existed before the call and that the function returns.
+
+    Results that are arguments are replaced by an `Argument` with their place.
 
     Raises:
-        TracingError: It returns an object that it has made.
+        TracingError: The function returns an object that it has made.
     """
     if program.rest is None:
         return []
@@ -475,9 +497,10 @@ def _returned(program: Program, how: Any, found: Search, name: str) -> list[Any]
             returned.append(x)
         elif not _is_constant(x):
             raise TracingError(
-                f"functx.jit: {name} returns an object that is no pytree, {describe(x)}: a graph "
-                "can't make one at each call (J4). Return tensors, tuples, lists and dicts, or "
-                "register its class (torch.utils._pytree.register_dataclass, register_pytree_node)."
+                f"functx.jit: {name} returns an object that is not a pytree, {describe(x)}. A "
+                "graph can't make a new one at each call (J4). Return tensors, tuples, lists and "
+                "dicts, or register its class (torch.utils._pytree.register_dataclass, "
+                "register_pytree_node)."
             )
     return returned
 
@@ -492,7 +515,7 @@ def _is_constant(x: Any) -> bool:
 
 def check_types(codes: set[CodeType]) -> None:
     """Refuse ``type(x) is torch.Tensor``: in a trace a tensor is of a derived class."""
-    # tensordict stands around torch's vmap once it is imported, and asks only for a short cut.
+    # tensordict wraps torch's vmap once it is imported, and compares types only for a fast path.
     around_vmap = f"{os.sep}tensordict{os.sep}"
     for code in codes:
         if around_vmap in code.co_filename:
@@ -500,7 +523,7 @@ def check_types(codes: set[CodeType]) -> None:
         if (line := type_of_tensor_in(code)) is not None:
             raise TracingError(
                 f"functx.jit: at {code.co_filename}:{line} the function compares type(x) with a "
-                "class of tensors, and in a trace tensors are of a derived class (J1). Use "
+                "tensor class, but tensors of a trace are instances of a derived class (J1). Use "
                 "isinstance(x, torch.Tensor)."
             )
 
@@ -511,14 +534,17 @@ def _statics(others: Any) -> tuple[Any, ...]:
 
 
 def _by_value(x: Any) -> Any:
-    """A plain value; of objects the search says what is in them."""
+    """A key for an argument: the value if it is plain, else its class.
+
+    The search adds the contents of other objects to the key.
+    """
     if type(x) not in PLAIN:
         return type(x).__qualname__
     return type(x), repr(x) if type(x) in (float, complex) else x
 
 
 def _is_size(x: Any) -> bool:
-    return type(x) is torch.Size  # a tuple that is not taken apart
+    return type(x) is torch.Size  # a tuple that stays a leaf, so that its class survives
 
 
 def _as_numbers(x: Any) -> Any:
@@ -527,7 +553,7 @@ def _as_numbers(x: Any) -> Any:
 
 
 def _give_attributes(given: Sequence[Tensor], arguments: Sequence[Tensor]) -> None:
-    """Let a stand-in have the attributes of the argument, and be a parameter to ``isinstance``."""
+    """Copy attributes of arguments to their stand-ins, and let ``isinstance`` see parameters."""
     for t, argument in zip(given, arguments):
         if t is not argument:
             t.__dict__.update({k: v for k, v in argument.__dict__.items() if k not in t.__dict__})
@@ -562,7 +588,7 @@ def _plain(t: Tensor) -> Tensor:
 
 
 def is_compiled(x: Any) -> bool:
-    """Whether something is a jitted function, or one of ``torch.compile``."""
+    """Whether ``x`` was made by `functx.jit` or ``torch.compile``."""
     names = "_torchdynamo_orig_callable", "_orig_mod"
     found = attributes(x) or {}
     return is_of(x, (Jitted, JittedModule)) or any(name in found for name in names)

@@ -1,20 +1,25 @@
 """Recompute in a graph of ``torch.fx`` that holds a forward and its backward.
 
 `remat` takes graphs from anywhere: ``make_fx`` of a step, AOTAutograd, the joint export of
-``torch.export``, a graph trainer. What the backward reads of the forward, and a region does not
-keep, it computes again, right before its first use; what nobody reads any more is taken out.
+``torch.export``, a graph trainer. If the backward reads a value of the forward, and the region of
+that value does not keep it, the new graph computes the value again right before its first use.
+Nodes that have lost their last reader are removed.
 
 NOTE [runs]
-A graph is a row of runs: the forward, a backward pass, perhaps the next forward. A run begins where
-torch has marked a node as backward, ones are made like a result that is differentiated, or an input
-is read that is named ``tangents_...``. What a run reads of those before it, it may compute again.
+A graph is a sequence of runs: the forward, a backward pass, perhaps the next forward. A run begins
+at a node that torch has marked as backward, at a node that makes ones in the shape of a
+differentiated result, or at a node that reads an input named ``tangents_...``. A run may recompute
+the values that it reads from earlier runs.
 
 NOTE [gradients]
-A later run may read what an earlier pass has left: gradients that are accumulated, parameters that
-these have updated. Computing that again would run the whole pass again, so it is kept. It is, of
-what depends on the cotangent of a run, (1) what no node of that run reads, and (2) what is alive at
-the place where the run has the least memory alive, which lies between a pass and the next forward.
-The inside of a pass may run again: a second derivative reads it as any backward reads its forward.
+A later run may read results of an earlier backward pass: accumulated gradients, or parameters that
+were updated with them. To recompute these would repeat the whole pass, so they are kept. Two rules
+find them among the values that depend on the cotangent of a run:
+(1) No node of the run itself reads the value.
+(2) The value is alive at the place where the run has the least memory alive. That place lies
+between a pass and the next forward.
+Values inside a pass may be recomputed: a second derivative reads them just as any backward reads
+its forward.
 """
 
 from __future__ import annotations
@@ -45,9 +50,9 @@ _SAME = {aten.detach.default, aten.alias.default}
 _RECOMPUTE = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
 _SAVE = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
 _BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
-Step = tuple[fx.Node, int]  # and the run in which it runs again; -1 where it stands as it did
-Steps = list[tuple[Step, dict[fx.Node, Step]]]  # with the step that gives each thing it reads
-_COUNTS = (*range(1, 9), *range(10, 17, 2), *range(20, 65, 6))  # of segments that a budget tries
+Step = tuple[fx.Node, int]  # a node and the run in which it runs again; -1 for the original node
+Steps = list[tuple[Step, dict[fx.Node, Step]]]  # each with the step that gives each of its operands
+_COUNTS = (*range(1, 9), *range(10, 17, 2), *range(20, 65, 6))  # numbers of segments to try
 
 
 def remat(gm: fx.GraphModule, *, policy: Any = None, budget: Any = None) -> fx.GraphModule:
@@ -56,19 +61,23 @@ def remat(gm: fx.GraphModule, *, policy: Any = None, budget: Any = None) -> fx.G
     Args:
         gm: a graph of ATen operations, whose nodes have ``meta["val"]``, as tracers leave it.
             Several backward passes may be in it.
-        policy: what regions keep beside their inputs, as for `functx.remat`; random results are
-            kept in any case. ``None`` asks the tags of the nodes, or keeps nothing.
-        budget: the most bytes that are to be live beside the inputs: an int, a text such as
-            ``"2GiB"``, or a float, a share of what the graph has now. Regions are chosen, not read.
+        policy: what regions keep in addition to their inputs, as for `functx.remat`. Random
+            results are always kept. With ``None`` the tags of the nodes decide; without tags
+            regions keep nothing.
+        budget: the most bytes that may be live in addition to the inputs: an int, a text such as
+            ``"2GiB"``, or a float as a share of the present peak. With a budget functx chooses the
+            regions itself and ignores those in the graph.
 
     Returns:
-        A graph module that gives the same results. ``gm`` stays as it is. Nodes that run again are
-        named ``..._again_1``, by run; their ``meta["custom"]["functx_phase"]`` is ``"replay"``.
+        A graph module that gives the same results. ``gm`` is not changed. Recomputed nodes are
+        named ``..._again_1``, where 1 is the run; their ``meta["custom"]["functx_phase"]`` is
+        ``"replay"``.
 
     Raises:
-        TypeError: ``gm`` is no graph module.
-        ValueError: there is no backward in it, or nothing says what is a region, or the budget
-            can't be met (the error says what can), or both or offloading are asked for.
+        TypeError: ``gm`` is not a graph module.
+        ValueError: the graph has no backward, or no regions; or the budget can't be met (the error
+            gives the least possible one); or both a policy and a budget are given; or the policy
+            offloads.
 
     Example:
         >>> import torch, functx
@@ -85,7 +94,9 @@ def remat(gm: fx.GraphModule, *, policy: Any = None, budget: Any = None) -> fx.G
     if not isinstance(gm, fx.GraphModule):
         raise TypeError(f"functx.graph.remat: expected an fx.GraphModule, got {type(gm).__name__}.")
     if policy is not None and budget is not None:
-        raise ValueError("functx.graph.remat: a budget chooses what to keep; don't give a policy.")
+        raise ValueError(
+            "functx.graph.remat: a budget chooses what to keep; don't give a policy too."
+        )
     joint = Joint(gm.graph)
     if budget is None:
         again = joint.not_kept(joint.regions(policy), _asked(policy))
@@ -98,7 +109,7 @@ def remat(gm: fx.GraphModule, *, policy: Any = None, budget: Any = None) -> fx.G
 
 
 class Joint:
-    """What is to be known of a graph, node by node; places are in its order."""
+    """Facts about each node of a graph. The place of a node is its index in the graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -107,15 +118,15 @@ class Joint:
         marked, starts = _starts(self.nodes)
         if not starts:
             raise ValueError(
-                "functx.graph.remat: the graph has no backward that can be told from the forward. "
-                'Set node.meta["partitioner_tag"] = "is_backward" on its nodes.'
+                "functx.graph.remat: no node of the graph shows where a backward begins. "
+                'Set node.meta["partitioner_tag"] = "is_backward" on the nodes of the backward.'
             )
         self.run = dict(zip(self.nodes, itertools.accumulate(int(n in starts) for n in self.nodes)))
         self.reads = {n: n.all_input_nodes for n in self.nodes}
         self.base = {n: base_of(n) for n in self.nodes}
         self.size = {n: _bytes(n) for n in self.nodes}
         self.stays = {n for n in self.nodes if n.op != "call_function" or n.is_impure()}
-        self.memory = dict[fx.Node, fx.Node]()  # for each node the one that made its memory
+        self.memory = dict[fx.Node, fx.Node]()  # maps a node to the one that allocated its memory
         for node, base in self.base.items():
             self.memory[node] = node if base is None else self.memory[base]
         self.results = {self.memory[n] for n in self.output.all_input_nodes}
@@ -123,8 +134,8 @@ class Joint:
         self.fixed = self._fixed()
 
     def _gradients(self, marked: set[fx.Node]) -> set[fx.Node]:
-        """Memory that a pass hands on to later runs; see NOTE [gradients]."""
-        pulled = set[fx.Node]()  # what depends on a cotangent of its run
+        """The memory that a backward pass leaves for later runs; see NOTE [gradients]."""
+        pulled = set[fx.Node]()  # nodes that depend on a cotangent of their run
         for node in self.nodes:
             reads = [x for x in self.reads[node] if self.run[x] == self.run[node]]
             if node.op == "call_function" and (node in marked or not pulled.isdisjoint(reads)):
@@ -135,7 +146,7 @@ class Joint:
             alive[self.place[memory]] += self.size[memory]
             alive[end + 1] -= self.size[memory]
         alive = [*itertools.accumulate(alive)]
-        least = dict[int, int]()  # by run, where the least is alive
+        least = dict[int, int]()  # by run, the place where the least memory is alive
         for i, node in enumerate(self.nodes):
             run = self.run[node]
             if alive[i] <= alive[least.setdefault(run, i)]:
@@ -148,9 +159,9 @@ class Joint:
         }
 
     def _ends(self, nodes: list[fx.Node], *, own_run: bool = False) -> dict[fx.Node, int]:
-        """For all memory, the last place at which it is read; or at which its own run reads it.
+        """The last place at which each memory is read; with ``own_run``, by a node of its run.
 
-        A view of it does not read it.
+        Taking a view does not count as a read.
         """
         ends = {self.memory[node]: self.place[self.memory[node]] for node in nodes}
         for node in nodes:
@@ -172,7 +183,8 @@ class Joint:
                 writes[self.memory[x]].append(self.place[node])
         fixed, last = set[fx.Node](), dict[fx.Node, int]()
         for node in reversed(self.nodes):
-            # The last place at which it may run again:
+            # The last place at which this node may run again. A user in a later run stands there;
+            # a user in the same run may itself be recomputed later.
             users = [u for u in node.users if u is not self.output]
             ends = [self.place[u] if self.run[u] > self.run[node] else last[u] for u in users]
             last[node] = max(ends, default=-1)
@@ -183,30 +195,34 @@ class Joint:
         return fixed
 
     def regions(self, policy: Any) -> dict[fx.Node, Any]:
-        """For each node that is in a region, which; see NOTE [regions]."""
+        """The region of each node that is in one.
+
+        Tags of torch come first, then regions of functx, then modules whose path has a number.
+        Without such notes, a policy makes the whole graph one region.
+        """
         for find in (_by_tag, _by_region, _by_module):
             if found := find(self.nodes):
                 return found
         if policy is None:
             raise ValueError(
-                "functx.graph.remat: nothing says what is a region: no node has a recompute tag, "
-                "a region of functx, or a module with a number in its path. Give a policy or a "
-                "budget."
+                "functx.graph.remat: found no regions in the graph: no node has a recompute tag, "
+                "belongs to a region of functx, or comes from a module with a number in its path. "
+                "Give a policy or a budget."
             )
         return dict.fromkeys(self.nodes, "all")
 
     def not_kept(
         self, regions: dict[fx.Node, Any], keeps: Callable[[fx.Node], bool]
     ) -> set[fx.Node]:
-        """What is to run again: in regions, what is not kept."""
-        again, leaves = set[fx.Node](), set[fx.Node]()  # memory that leaves its region
+        """The nodes of regions that are not kept, and so run again."""
+        again, leaves = set[fx.Node](), set[fx.Node]()  # ``leaves``: memory read outside its region
         for node, region in regions.items():
             users = [u for u in node.users if self.run.get(u) == self.run[node]]
             if any(regions.get(u) != region for u in users):
                 leaves.add(self.memory[node])
         stay = self.results | leaves | self.gradients
         for node in self.nodes:
-            base = self.memory[node]  # (a view is taken as what it is of)
+            base = self.memory[node]  # a view runs again if its base does
             if node not in regions or node in self.fixed:
                 continue
             redone = base in again if base is not node else not (node in stay or keeps(node))
@@ -215,7 +231,7 @@ class Joint:
         return again
 
     def steps(self, again: set[fx.Node]) -> Steps:
-        """The nodes in their new order, and for what each reads, the step that gives it."""
+        """The nodes in their new order, each with the steps that give its operands."""
         made, copied = list[Step](), set[Step]()
         for node in self.nodes:
             run, new, todo = self.run[node], list[fx.Node](), [*self.reads[node]]
@@ -227,7 +243,7 @@ class Joint:
                     todo += self.reads[x]
             made += [(x, run) for x in sorted(new, key=self.place.__getitem__)]
             made.append((node, -1))
-        # Take out what nobody reads.
+        # Drop steps whose results are not read.
         read, live = {(n, -1) for n in self.output.all_input_nodes}, []
         for node, number in reversed(made):
             if (node, number) in read or (number < 0 and node in self.stays):
@@ -238,7 +254,7 @@ class Joint:
         return live[::-1]
 
     def rewritten(self, again: set[fx.Node]) -> fx.Graph:
-        """The graph in which these run again."""
+        """A copy of the graph in which the nodes in ``again`` are recomputed."""
         graph, made = graphs.empty_like(self.graph), dict[Step, fx.Node]()
         for (node, number), reads in self.steps(again):
             copies = {x: made[step] for x, step in reads.items()}
@@ -246,19 +262,22 @@ class Joint:
             if number >= 0:
                 new.meta["custom"] = {**node.meta.get("custom", {}), "functx_phase": "replay"}
                 new.name = f"{node.name}_again_{number}"
-                if "partitioner_tag" in new.meta:  # by which AOTAutograd cuts the graph in two
+                if "partitioner_tag" in new.meta:  # AOTAutograd cuts the graph by this tag
                     new.meta["partitioner_tag"] = "is_backward"
-            if new.meta.get("recompute") in _RECOMPUTE:  # done here: torch must not do it once more
+            # functx has done the recompute that this tag asks for; torch must not do it again.
+            if new.meta.get("recompute") in _RECOMPUTE:
                 del new.meta["recompute"]
         graph.output(fx.map_arg(self.output.args[0], lambda x: made[x, -1]))
         graph.lint()
         return graph
 
     def peak(self, steps: Steps) -> int:
-        """In bytes, beside the inputs."""
-        memory, ends = dict[Step, Step](), dict[Step, int]()  # of each step; when it is let go
+        """The peak memory of the steps in bytes, without the inputs."""
+        # ``memory`` maps a step to the one that allocated its memory, and ``ends`` maps that one to
+        # the last step that reads the memory, after which it is freed.
+        memory, ends = dict[Step, Step](), dict[Step, int]()
         changes, sizes = [0] * (len(steps) + 2), dict[Step, int]()
-        taken = dict[tuple[Step, Any], Step]()  # results of nodes that have several
+        taken = dict[tuple[Step, Any], Step]()  # the single results of nodes that return several
         for i, (step, reads) in enumerate(steps):
             node, base = step[0], self.base[step[0]]
             if base is None:
@@ -266,7 +285,7 @@ class Joint:
                 sizes[step] = self.size[node]
                 changes[i] += self.size[node]
             elif node.target is operator.getitem and memory[reads[base]] == reads[base]:
-                # One of several results: all were made at once, but each is let go by itself.
+                # One of several results. All are allocated at once, but each is freed by itself.
                 first = memory[step] = taken.setdefault((reads[base], node.args[1]), step)
                 if first is step:
                     sizes[step] = _bytes(node)
@@ -281,7 +300,7 @@ class Joint:
 
 
 def _asked(policy: Any) -> Callable[[fx.Node], bool]:
-    """Whether a region keeps what a node gives."""
+    """A function that says whether a region keeps the result of a node."""
     if policy is None:
         return _is_tagged_to_save
     asked = policies.as_policy(policy)
@@ -297,7 +316,7 @@ def _asked(policy: Any) -> Callable[[fx.Node], bool]:
 
 
 def _given(node: fx.Node) -> tuple[Any, Any]:
-    """Positional and keyword arguments of a node, as values of the trace."""
+    """The positional and keyword arguments of a node, as fake values of the trace."""
     return fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
 
 
@@ -327,13 +346,14 @@ def _by_module(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
 
 
 def _within(joint: Joint, budget: int | float) -> set[fx.Node]:
-    """The least work that keeps to a budget, among segments of the same bytes."""
+    """The nodes to recompute: of the tried segmentations within the budget, the least work."""
     whole = joint.peak(joint.steps(set()))
     most = int(whole * budget) if isinstance(budget, float) else budget
     if whole <= most:
         return set()
     found, least = list[tuple[int, int, set[fx.Node]]](), whole
-    of_segments = (lambda node: is_dot(node.target)), (lambda node: False)  # what they keep
+    # Each segmentation is tried twice: once it keeps matrix products, once it keeps nothing.
+    of_segments = (lambda node: is_dot(node.target)), (lambda node: False)
     for segments, keeps in itertools.product(_segments(joint), of_segments):
         again = joint.not_kept(segments, keeps)
         steps = joint.steps(again)
@@ -350,12 +370,12 @@ def _within(joint: Joint, budget: int | float) -> set[fx.Node]:
 
 
 def _segments(joint: Joint) -> Iterator[dict[fx.Node, int]]:
-    """Segments of the same bytes, and others that are cut near there where little is handed on."""
+    """Segments of equal bytes, then segments cut nearby where the least memory crosses the cut."""
     last = joint.run[joint.nodes[-1]]
     nodes = [n for n in joint.nodes if joint.run[n] < last]
     sizes = [joint.size[n] if joint.memory[n] is n else 0 for n in nodes]
     made, changes = [*itertools.accumulate(sizes)], [0] * (len(nodes) + 1)
-    ends = dict[fx.Node, int]()  # of memory, the last place at which its run reads it
+    ends = dict[fx.Node, int]()  # the last place at which the run of each memory reads it
     for i, node in enumerate(nodes):
         ends |= {joint.memory[x]: i for x in joint.reads[node] if joint.run[x] == joint.run[node]}
     for i, node in enumerate(nodes):
@@ -394,7 +414,7 @@ def _reads_tangents(node: fx.Node) -> bool:
 
 
 def _is_cotangent(node: fx.Node) -> bool:
-    """Whether a node is ones, like a result that is differentiated."""
+    """Whether a node makes ones in the shape of a differentiated result."""
     if node.target not in _ONES or (node.target is aten.full_like.default and node.args[1] != 1):
         return False
     of: Any = node.args[0]
@@ -403,13 +423,13 @@ def _is_cotangent(node: fx.Node) -> bool:
 
 
 def _is_final(node: fx.Node) -> bool:
-    """Whether nothing is computed of a node but ones."""
+    """Whether only nodes that make ones read a node, perhaps through an alias."""
     others = [u for u in node.users if u.op != "output" and u.target not in _ONES]
     return all(u.target in _SAME and _is_final(u) for u in others)
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether a node gives the same again, and does nothing else."""
+    """Whether a node gives the same result each time, and has no other effect."""
     if node.target is operator.getitem:
         return True
     if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
@@ -420,7 +440,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _bytes(node: fx.Node) -> int:
-    """Of what a node makes; inputs count nothing."""
+    """The bytes of the results of a node; 0 for inputs."""
     if node.op in ("placeholder", "get_attr"):
         return 0
     tensors = [t for t in tree.leaves(node.meta.get("val")) if isinstance(t, Tensor)]

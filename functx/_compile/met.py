@@ -2,14 +2,15 @@
 
 NOTE [stand-ins]
 A tensor that the function captures (J2) has hooks, a tape and values, and none of these belong into
-a graph. So a function mode exchanges it for a *stand-in*: a fake tensor that is an input of the
-graph, and a leaf without hooks. Python code goes on seeing the captured tensor itself, so that
-``a is b``, ``isinstance(w, nn.Parameter)`` and dicts by tensors work. What no function mode is
-shown (``Function.apply``, transforms, the nodes of regions) gets the captured tensor itself, which
-is then on the tape: `operation` asks for both gradients, and adds them.
+a graph. So when an operator gets a captured tensor, a function mode replaces it by a *stand-in*: a
+fake tensor that is an input of the graph, and a leaf without hooks. Python code still sees the
+captured tensor itself, so that ``a is b``, ``isinstance(w, nn.Parameter)`` and dicts keyed by
+tensors work. Some code bypasses function modes: ``Function.apply``, transforms, and the nodes of
+regions. It computes with the captured tensor itself, which is then on the tape. So `operation` asks
+for the gradients of both, and adds them.
 
-The same mode refuses what a graph can't do (J4), before it happens, and notes what must be done
-again after each call: changes of the shape of an argument in place.
+The same mode refuses operations that a graph can't do (J4), before they happen. It also notes
+in-place changes of the shape of an argument, which must be repeated after each call.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from functx._core import TracingError, is_internal, line_now
 from functx._remat import tape_of
 from functx._torch import graphs
 
-_A: Any = Tensor  # whose attributes are descriptors, and for type checkers what they give
-# By name, since operators come as methods, functions and overloads.
+_A: Any = Tensor  # ``Any``, since type checkers don't know attributes as descriptors
+# Operators go by name here, since they come as methods, functions and overloads.
 _RESHAPES = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}
 _OTHER_CHANGES = {"resize_", "resize_as_", "set_", "detach_", "share_memory_", "as_strided_"}
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
@@ -53,26 +54,26 @@ _PLAIN_ARGUMENTS = PLAIN | {
 
 
 def is_leaf(t: Tensor) -> bool:
-    """Whether it is a leaf of the tape."""
+    """Whether the tensor is a leaf of the tape."""
     return t.is_leaf
 
 
 def has_gradient(t: Tensor) -> bool:
-    """Whether its ``.grad`` is set."""
+    """Whether ``.grad`` of the tensor is set."""
     return t.is_leaf and t.grad is not None
 
 
 def has_hooks(t: Tensor) -> bool:
-    """Whether it has hooks for its gradient."""
+    """Whether the tensor has hooks for its gradient."""
     return bool(t._backward_hooks)
 
 
 class Exchange(RefusedChanges):
-    """Exchanges captured tensors for stand-ins; see NOTE [stand-ins].
+    """Replaces captured tensors by stand-ins; see NOTE [stand-ins].
 
     Args:
         captured: The tensors that a search has found.
-        standin: What stands for one of these, by its number.
+        standin: Returns the stand-in of the captured tensor with a given number.
         given: The arguments in the trace.
     """
 
@@ -82,13 +83,14 @@ class Exchange(RefusedChanges):
         super().__init__([*captured, *given])
         self._standin = standin
         self.numbers = {id(t): i for i, t in enumerate(captured)}
-        self.hooked: list[Tensor] = []  # tensors of the trace
-        self._computed: dict[int, Tensor] = {}  # those met that are not leaves, by number
-        # Questions that the trace has asked about captured tensors, by number, and the answers:
+        self.hooked: list[Tensor] = []  # tensors of the trace on which the function set a hook
+        self._computed: dict[int, Tensor] = {}  # used captured tensors that are not leaves
+        # Questions that the trace has asked about captured tensors, by number, and the answers.
+        # Each later call must give the same answers, or the graph is not valid for it.
         self.asked: dict[tuple[int, Callable[[Tensor], Any]], Any] = {}
 
     def standin(self, t: Tensor) -> Tensor:
-        """The stand-in of a captured tensor; any other tensor as it is."""
+        """Return the stand-in of a captured tensor, and any other tensor unchanged."""
         number = self.numbers.get(id(t))
         if number is None:
             return self._not_found(t)
@@ -97,7 +99,7 @@ class Exchange(RefusedChanges):
         return self._standin(number)
 
     def _is_below(self, t: Tensor) -> bool:
-        """Whether a captured tensor that was met is computed of this one, outside."""
+        """Whether another used captured tensor was computed from ``t`` outside."""
         others = [other for other in self._computed.values() if other is not t]
         nodes = {*tape_of(others, 0)} if others else set()
         leaves = {id(getattr(node, "variable", None)) for node in nodes}
@@ -107,7 +109,7 @@ class Exchange(RefusedChanges):
         return t
 
     def ask(self, question: Callable[[Tensor], Any], t: Tensor) -> Any:
-        """The answer for a captured tensor; the graph is for calls with the same one."""
+        """Answer a question about a captured tensor, and note it as a condition of the graph."""
         answer = self.asked[self.numbers[id(t)], question] = question(t)
         return answer
 
@@ -131,13 +133,13 @@ class Exchange(RefusedChanges):
             result = graphs.unnoted(func, exchanged, options)
         else:
             result = func(*exchanged, **options)
-        if isinstance(result, Tensor):  # `w.add_(1)` gives w
+        if isinstance(result, Tensor):  # `w.add_(1)` must return w, not its stand-in
             pairs = (*zip(args, exchanged), *zip(kwargs.values(), options.values()))
             return next((a for a, b in pairs if b is result), result)
         return result
 
     def _gradients(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """``torch.autograd.grad`` inside: with respect to stand-ins, and to what they stand for."""
+        """``torch.autograd.grad`` inside the function, for captured tensors and their stand-ins."""
         single = isinstance(inputs, Tensor)
         wanted = [inputs] if single else [*inputs]
         mine = [isinstance(t, Tensor) and id(t) in self.numbers for t in wanted]
@@ -149,9 +151,9 @@ class Exchange(RefusedChanges):
                 )
             if is_mine and self._is_below(t):
                 raise refused(
-                    "takes a gradient with respect to a captured tensor, of which another captured "
-                    "tensor is computed outside",
-                    "Compute that in the function, or pass it as an argument.",
+                    "takes a gradient with respect to a captured tensor from which another "
+                    "captured tensor was computed outside",
+                    "Compute the other one in the function, or pass it as an argument.",
                 )
         outputs, args, kwargs = (self._exchanged(x) for x in (outputs, args, kwargs))
         if not any(mine):
@@ -177,14 +179,14 @@ class Exchange(RefusedChanges):
 
 
 class Met(Exchange):
-    """Exchanges captured tensors, and refuses what a graph can't do to what was there before.
+    """Replaces captured tensors, and refuses operations on outside tensors that a graph can't do.
 
     Args:
         captured: The tensors that a search has found.
-        standin: What stands for one of these, by its number.
+        standin: Returns the stand-in of the captured tensor with a given number.
         given: The arguments in the trace.
         arguments: The arguments of the call, if they are at hand.
-        generators: Those that the search has found.
+        generators: The generators that the search has found, and those among the arguments.
         inside: Whether the call is inside of a transform.
     """
 
@@ -201,11 +203,12 @@ class Met(Exchange):
         self._real, self._inside = arguments, inside
         self._arguments = {id(t): i for i, t in enumerate(given) if id(t) not in self.numbers}
         self._generators = {id(g) for g in generators}
-        self.reshaped: list[tuple[int, Any, Any, Any]] = []  # argument, function, arguments of it
+        # In-place changes of shape: the number of the argument, the function, its other arguments.
+        self.reshaped: list[tuple[int, Any, Any, Any]] = []
         self.asked_leafness = self.asked_offset = self.asked_gradients = False
 
     def standin(self, t: Tensor) -> Tensor:
-        """The stand-in of a captured tensor, unless a plan inside of the trace is asking."""
+        """The stand-in of a captured tensor, except while a plan inside makes its own trace."""
         return t if _torch.proxy_mode() is None else super().standin(t)
 
     def _not_found(self, t: Tensor) -> Tensor:
@@ -219,7 +222,7 @@ class Met(Exchange):
             value = _torch.inner_of(value)
         if not isinstance(value, _torch.FakeTensor) and id(value) not in self.numbers:
             raise refused(
-                "reads a tensor of a transform around, which functx.jit can't find again at the "
+                "reads a tensor of an enclosing transform that functx.jit can't find again at the "
                 "next call",
                 "Pass it as an argument.",
             )
@@ -234,7 +237,7 @@ class Met(Exchange):
             self._check(func, args, kwargs)
             if func in _LEAFNESS and id(args[0]) in self.numbers:
                 self.ask(is_leaf, args[0])
-                return func(*args)  # of the captured tensor itself
+                return func(*args)  # the answer for the captured tensor itself, not its stand-in
             if func in _BITS and self._real and id(args[0]) in self._arguments:
                 return func(self._real[self._arguments[id(args[0])]])
             if func is Tensor.__deepcopy__:
@@ -252,16 +255,17 @@ class Met(Exchange):
         result = super().__torch_function__(func, types, args, kwargs)
         if is_input and given.shape != shape:
             raise refused(
-                f"resizes a tensor of shape {(*shape,)} by out=", "Give one of the right shape."
+                f"resizes a tensor of shape {(*shape,)} by out=",
+                "Give a tensor of the right shape.",
             )
         return result
 
     def _copied(self, t: Tensor) -> Tensor:
-        """``copy.deepcopy``, which would copy values."""
+        """``copy.deepcopy`` of a tensor as a clone: a fake tensor has no values to copy."""
         copy = self.standin(t).detach().clone()
         return copy.requires_grad_(t.requires_grad)
 
-    # -- what a graph can't do
+    # -- refusals
 
     def _check(self, func: Any, args: Any, kwargs: Any) -> None:
         t, name = args[0], _name(func)
@@ -277,11 +281,12 @@ class Met(Exchange):
             self.reshaped.append((number, func, args[1:], kwargs))
         elif name in _OTHER_CHANGES:
             raise refused(
-                f"changes what {what} is, by {name}() or the like", "Do it outside, or to a copy."
+                f"changes {what} itself, not only its values, by {name}() or the like",
+                "Do it outside, or on a copy.",
             )
         elif name in _HOOKS or func is _A._backward_hooks.__set__:
             raise refused(
-                f"registers a hook on {what} ({name}), which would be there once for each trace",
+                f"registers a hook on {what} ({name}), which would add one hook for each trace",
                 "Register it outside, or on a view of the tensor (x.view_as(x)).",
             )
         elif name == "retain_grad" and not t.is_leaf:
@@ -296,12 +301,12 @@ class Met(Exchange):
             raise refused("reads _version of a tensor", "Do that outside.")
 
     def _check_gradient(self, t: Tensor, number: int | None) -> None:
-        """Refuse reading ``.grad``, unless there is none."""
+        """Refuse to read ``.grad`` if it is set; that it is not set becomes a guard."""
         real = t if number is None else (self._real[number] if self._real else t)
         if real.is_leaf and real.grad is not None:
             raise refused(
                 "reads .grad of a tensor, as an optimizer's step() does",
-                "Call step() outside, or give gradients as arguments.",
+                "Call step() outside, or pass the gradients as arguments.",
             )
         if number is None:
             self.ask(has_gradient, t)
@@ -313,7 +318,7 @@ class Met(Exchange):
             raise refused(
                 f"reads the value of a tensor in Python ({name})",
                 "Compute with the tensor (torch.where, masks), or pass the value as an argument "
-                "that is no tensor.",
+                "that is not a tensor.",
             )
         is_input = id(t) in self.numbers or id(t) in self._arguments
         if is_input and _is_called_by_the_user():
@@ -322,20 +327,20 @@ class Met(Exchange):
     def _check_generator(self, generator: Any, func: Any) -> None:
         if _name(func) in _OF_DEFAULT_GENERATORS:
             raise refused(
-                f"calls {_name(func)} with a torch.Generator, which compilers of torch don't know",
-                "Draw from the default generator, or by torch.rand and torch.randn.",
+                f"calls {_name(func)} with a torch.Generator, which torch's compilers can't do",
+                "Draw from the default generator, or with torch.rand and torch.randn.",
             )
         if isinstance(generator, torch.Generator) and id(generator) not in self._generators:
             raise refused(
                 "draws from a torch.Generator that it makes, or that functx.jit can't find again",
-                "Make the generator outside, and pass or capture it.",
+                "Make the generator outside the function, and pass or capture it.",
             )
 
 
 def refused(what: str, remedy: str) -> TracingError:
-    """An error that names the line, what the function does there, and what to do."""
+    """An error that names the line, the operation there, and a remedy."""
     error = TracingError(
-        f"functx.jit: at {line_now()} the function {what}, which a graph can't (J4). {remedy}"
+        f"functx.jit: at {line_now()} the function {what}. A graph can't do that (J4). {remedy}"
     )
     graphs.note_refusal(error)
     return error
@@ -356,7 +361,7 @@ _TORCH = (torch.__file__.removesuffix("__init__.py"), contextlib.__file__)
 
 
 def _is_called_by_the_user() -> bool:
-    """Whether the nearest code that is not torch's is not functx's either."""
+    """Whether user code made this call, perhaps through torch, rather than functx."""
     frame = sys._getframe(1)
     skipped = (*_TORCH, __file__)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped):
@@ -365,10 +370,10 @@ def _is_called_by_the_user() -> bool:
 
 
 def _runs_no_code(types: Iterable[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of C runs no Python code of the user's, given these.
+    """Whether a C function runs no Python code of the user when called with these arguments.
 
-    Objects of other classes may convert themselves (``__index__``), and saved-tensor hooks run in
-    the forward.
+    Objects of user classes may run code to convert themselves (``__index__``), and saved-tensor
+    hooks run in the forward.
     """
     if not _PLAIN_ARGUMENTS.issuperset(types):
         return False
@@ -383,5 +388,5 @@ def _runs_no_code(types: Iterable[type], args: Sequence[Any], kwargs: Mapping[st
 
 
 def twin(t: Tensor) -> Tensor:
-    """A fake tensor that is, in the graph under way, the tensor ``t``."""
+    """A fake tensor that the current trace takes for the tensor ``t``."""
     return graphs.same_value(t, lambda: graphs.fake_of(t))

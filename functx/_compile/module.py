@@ -1,10 +1,10 @@
 """``jit`` of an ``nn.Module``: a module of a derived class over the same state (J7).
 
-The derived class overrides ``forward`` alone. So parameters, buffers, names, modes and attributes
-are those of the original, and hooks of the module run outside of the graph, once a call.
+The derived class overrides only ``forward``. So parameters, buffers, names, modes and attributes
+are those of the original, and hooks of the module run outside of the graph, once per call.
 
-What this does not do: an attribute ``forward`` that is set on the instance later takes the place of
-the compiled one, and a ``__dict__`` that is replaced by another one is that of one module alone.
+Limits: if user code later sets an attribute ``forward`` on the instance, that replaces the compiled
+one. If it replaces the ``__dict__`` of one of the two modules, they no longer share state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 _OWN_FORWARD = "_functx_forward_of_jit"
-# Attributes of the class of a module that `functx.remat` has made, which lie in no dict.
+# A slot of modules that `functx.remat` has made. It is not in ``__dict__``: `_instance` copies it.
 _OF_REGIONS = "_functx_options"
 Jit = Callable[[Any], Any]  # compiles a function, with options
 
@@ -39,12 +39,12 @@ class JittedModule:
         return _rebuilt, (make, args, self._functx_jit), *state  # type: ignore[attr-defined]
 
     def __prepare_scriptable__(self) -> Any:
-        """What ``torch.jit.script`` calls first."""
-        raise TypeError("torch.jit.script can't read a jitted module: script the original")
+        """Refuse ``torch.jit.script``, which calls this method first."""
+        raise TypeError("torch.jit.script can't read a jitted module. Script the original module.")
 
 
 def _base(cls: type) -> type:
-    """The class that one of a jitted module is derived from."""
+    """The original class from which the class of a jitted module is derived."""
     return cls.__mro__[cls.__mro__.index(JittedModule) + 1]
 
 
@@ -66,11 +66,11 @@ def _derived(original: Any, jit: Jit) -> type:
 
 
 def _found(self: Any, original: type) -> tuple[Any, Any]:
-    """The module whose forward is compiled, and what compiles it, if that is known.
+    """The module whose forward is compiled, and the compiled forward, if there is one yet.
 
-    It is the jitted module itself, unless the one that it was made of has got another class, as
-    `torch.nn.utils.parametrize` gives it. A module of a class that is derived from that of a jitted
-    module (a region of it) has no slots yet.
+    The module is the jitted one, unless the original has got another class since, as
+    `torch.nn.utils.parametrize` does; then it is the original. If another class has been derived
+    from the one of a jitted module (a region of it), the slots of an instance are still empty.
     """
     try:
         of = self._functx_of
@@ -95,7 +95,7 @@ def _rebuilt(make: Any, args: Any, jit: Jit) -> Any:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether the forward of a module is Python, and known: not of TorchScript, and not lazy."""
+    """Whether the forward of a module is Python code and final: not TorchScript, and not lazy."""
     return not isinstance(module, (torch.jit.ScriptModule, LazyModuleMixin))
 
 

@@ -1,13 +1,14 @@
 """A jitted function as one operation: how its graphs run, and its pullback (J6).
 
-At the base level, where nobody differentiates the pullback, that is the second half of a graph
-whose first half has run (`tracing.cut`), and reads what regions keep. Else it is a program in turn,
-traced from the function itself, so that any order composes. Within vmap and forward mode the
-function runs in eager: put around these, `functx.jit` makes one graph of them all.
+An ordinary pullback, at the base level, is the second half of a graph whose first half has run
+(`tracing.cut`). It reads the values that regions keep. A pullback that is itself differentiated is
+another program, traced from the function itself, so that derivatives of any order compose. Inside
+vmap and forward mode the function runs in eager; with `functx.jit` around them, all is one graph.
 
-What the second half reads is saved for the backward, and nothing else. Other inputs are held by
-reference, without a look at their versions, for a pullback that is differentiated: that one
-computes from inputs, and refuses those that have been written since.
+Only the values that the second half reads are saved for the backward, with autograd's version
+check. The operation holds other inputs by plain reference, without that check. They are needed only
+if the pullback is differentiated. That computes from the inputs, and refuses inputs that were
+written since.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from functx._torch import dual_level, is_legacy_batched, level_of
 from functx._transforms import derivatives
 
 Tensors = Sequence[Tensor]
-IN_EAGER = "it runs in eager inside of vmap and jvp. Put functx.jit around the transforms"
+IN_EAGER = "it runs in eager inside vmap and jvp. Put functx.jit around the transforms"
 
 
 def is_mapped() -> bool:
@@ -51,25 +52,25 @@ def is_mapped() -> bool:
 
 @dataclass
 class Call:
-    """One call: what is needed to trace its function, now or for a derivative of its pullback."""
+    """One call, with everything needed to trace its function now or for a later derivative."""
 
     flat: Any  # a `Flat`
     backend: Any
     dynamic: bool
     name: str
     captured: Tensors = ()  # the tensors of the state, in the order of slots
-    real: Mapping[int, Tensor] = field(default_factory=dict)  # by number of the input that has it
-    check: Callable[[], None] = lambda: None  # raises where the state has changed since
-    watch: Callable[[], Any] = contextlib.nullcontext  # around a trace: puts back its effects
+    real: Mapping[int, Tensor] = field(default_factory=dict)  # captured tensors by input number
+    check: Callable[[], None] = lambda: None  # raises if the state has changed since the call
+    watch: Callable[[], Any] = contextlib.nullcontext  # a context for a trace that undoes effects
 
 
 def run(
     program: Program, call: Callable[[], Call], inputs: Tensors, originals: Tensors | None = None
 ) -> list[Tensor]:
-    """Run a program, as an operation that can be differentiated.
+    """Run a program as an operation that can be differentiated.
 
-    ``call`` gives what a derivative of the pullback needs. ``originals`` are the inputs before
-    conj and neg bits were resolved, if there are any.
+    ``call`` returns the `Call`, which a derivative of the pullback needs. ``originals`` are the
+    inputs before conj and neg bits were resolved, or ``None`` if no input has such bits.
     """
     if _torch.dispatch_depth():
         read_outside(inputs)
@@ -97,32 +98,33 @@ class _Known:
     program: Program
     call: Callable[[], Call]
     inputs: Tensors
-    sizes: Sequence[int] = ()  # that its backward reads
-    versions: Sequence[int] = ()  # of inputs, when it had run
+    sizes: Sequence[int] = ()  # saved sizes, which the backward reads
+    versions: Sequence[int] = ()  # versions of the inputs right after the forward
 
 
 def _forward(known: _Known, given: list[Any], inputs: Tensors) -> tuple[Tensor, ...]:
-    """Outputs, and then what the base level saves for the backward."""
+    """The outputs, and then the values that the base level saves for the backward."""
     program = known.program
     outputs = program.run(given, inputs)
     if any(t is None for t in outputs):
         raise TracingError(
-            "functx.jit: a kernel that runs without a tape leaves its backward nothing to read "
-            "(oneDNN's LSTM, on a CPU). Call under torch.backends.mkldnn.flags(enabled=False), "
-            "or take the gradient inside: functx.jit(functx.grad(...))."
+            "functx.jit: a kernel returned no workspace for its backward, because it ran without "
+            "autograd (oneDNN's LSTM on a CPU does so). Call the jitted function under "
+            "torch.backends.mkldnn.flags(enabled=False), or take the gradient inside: "
+            "functx.jit(functx.grad(...))."
         )
     if program.differentiated and program.n_sizes:
         n = len(outputs) - program.n_sizes
         known.sizes = outputs[n:]
         outputs = outputs[:n]
     n = len(program.tracked)
-    # A saved view of a result would be taken for one with the history of that result.
+    # Autograd would give a saved view of a result the history of that result.
     saved = (t.detach() if t._is_view() else t for t in outputs[n:])
     return _apart([*outputs[:n], *saved])
 
 
 def _set_up(ctx: Any, known: _Known, inputs: Tensors, outputs: Tensors, read: Any) -> None:
-    """``read`` is what the backward reads of the inputs, at the base level."""
+    """Save tensors for the backward. ``read`` are the inputs that it reads at the base level."""
     program, ctx.known = known.program, known
     n = len(program.tracked)
     results, saved = outputs[:n], outputs[n:]
@@ -147,9 +149,9 @@ def _backward(ctx: Any, cotangents: Sequence[Any]) -> Any:
     cotangents = cotangents[: len(program.tracked)]
     if any(t is not None and is_legacy_batched(t) for t in cotangents):
         raise TracingError(
-            "functx.jit: is_grads_batched=True has no rule. Map a pullback by functx.vmap."
+            "functx.jit: is_grads_batched=True has no rule. Use functx.vmap of the pullback."
         )
-    stored = ctx.saved_tensors  # once: hooks of saved tensors run here
+    stored = ctx.saved_tensors  # read only once, since each read runs the saved-tensor hooks
     if ctx.n_read is None:
         n = len(known.inputs)
         inputs, saved = stored[:n], stored[n:]
@@ -185,7 +187,7 @@ def _backward(ctx: Any, cotangents: Sequence[Any]) -> Any:
 
 
 def _as_read(program: Program, inputs: Tensors, read: Any) -> list[Tensor]:
-    """The inputs, those that are saved as saved: hooks may have changed where they are."""
+    """The inputs, with saved ones as unpacked: saved-tensor hooks may have moved them."""
     saved = dict(zip(program.reads, read))
     n = program.n
     places = {i: i for i in range(n)}
@@ -215,23 +217,23 @@ def _check_versions(known: _Known) -> None:
     written = known.program.written or known.program.copied_back
     if written or _versions(known.inputs) != known.versions:
         raise TracingError(
-            "functx.jit: the pullback is differentiated, and computes the function again, but the "
+            "functx.jit: differentiating the pullback computes the function again, but the "
             "function, or code after it, has written to one of its inputs in place. Clone that "
-            "before, or put functx.jit around the whole derivative."
+            "input first, or put functx.jit around the whole derivative."
         )
 
 
 class _AtBase(_torch.SingleLevelFunction):
-    """The operation where no transform is active: one node."""
+    """The operation when no transform is active: one autograd node."""
 
     @staticmethod
     def forward(ctx: Any, known: _Known, *inputs: Tensor) -> Any:
         program = known.program
         given = program.given(inputs)
-        for i, *_ in program.reshaped:  # the call changes what it is, but not what is saved
+        for i, *_ in program.reshaped:  # the call will reshape the input, but not the saved alias
             given[i] = inputs[i].data
         read = [given[i] for i in program.reads]
-        if program.copied_back:  # of which the backward reads the sizes alone
+        if program.copied_back:  # the backward reads only their sizes, so writes do no harm
             written = {id(inputs[i]) for i in program.copied_back}
             read = [t.data if id(t) in written else t for t in read]
         outputs = _forward(known, given, inputs)
@@ -245,7 +247,7 @@ class _AtBase(_torch.SingleLevelFunction):
 
 
 class _AtLevels(torch.autograd.Function):
-    """The operation inside of transforms: a node at each level."""
+    """The operation inside transforms: an autograd node at each level."""
 
     @staticmethod
     def forward(known: _Known, *inputs: Tensor) -> Any:
@@ -263,9 +265,9 @@ class _AtLevels(torch.autograd.Function):
 
 
 def _apart(tensors: Tensors) -> tuple[Tensor, ...]:
-    """Other tensors for those that come again: autograd would take two results for one.
+    """Detach repeated tensors: autograd would treat the same tensor returned twice as one output.
 
-    A result may be saved, too (that of ``exp`` is).
+    A tensor may also be both a result and a saved value, as for ``exp``.
     """
     if len({*map(id, tensors)}) == len(tensors):
         return (*tensors,)
@@ -277,12 +279,12 @@ def _apart(tensors: Tensors) -> tuple[Tensor, ...]:
 
 
 def _differentiated(known: _Known, inputs: Tensors, roots: Tensors, needs: Any) -> list[Any]:
-    """The gradients of inputs, by a program of the pullback."""
+    """The gradients of the inputs, by a program made from the pullback itself."""
     program, call = known.program, known.call()
     if program.draws:
         raise TracingError(
-            "functx.jit: the function draws random numbers, and its pullback, which is "
-            "differentiated or mapped, computes it again, with others. Put functx.jit "
+            "functx.jit: the function draws random numbers. Differentiating or mapping its "
+            "pullback computes the function again, which would draw other numbers. Put functx.jit "
             "around the transform, or draw from keys (functx.compat.random)."
         )
     call.check()
@@ -303,9 +305,9 @@ def _differentiated(known: _Known, inputs: Tensors, roots: Tensors, needs: Any) 
 def program_for(
     known: dict[Any, list[Program]], wanted: Any, call: Call, given: Tensors, n: int
 ) -> Program:
-    """A program whose inputs are all arguments: one that is known, or a new one.
+    """A known or new program whose inputs are all arguments.
 
-    The first ``n`` of them are of the kinds that the program of the forward is for.
+    The first ``n`` are inputs of the forward, whose program has checked their kinds already.
     """
     records = torch.is_grad_enabled()
     tracked = tuple(map(is_tracked, given))
@@ -327,7 +329,7 @@ def program_for(
 
 
 def _pullback(program: Program, call: Call, first: Sequence[int], wanted: Sequence[bool]) -> Flat:
-    """The gradients of wanted inputs, from the inputs and a cotangent for each tracked output."""
+    """A function from inputs and cotangents of tracked outputs to gradients of wanted inputs."""
     m = len(wanted)
     places = [i for i, want in enumerate(wanted) if want]
 
@@ -368,7 +370,7 @@ def _pullback(program: Program, call: Call, first: Sequence[int], wanted: Sequen
 
 
 class _Again(Run):
-    """The function once more, for a derivative: inputs have the tapes that they have."""
+    """Runs the function again for a derivative, on inputs with the tapes that they already have."""
 
     def __init__(self, program: Program, call: Call, given: Tensors) -> None:
         n = program.n

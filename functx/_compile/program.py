@@ -1,15 +1,15 @@
-"""One graph of a function: traced, compiled, and what a call does in addition to running it.
+"""A program: the graphs of a function for one signature, and the work of a call around them.
 
 The inputs of a program are the arguments, and then tensors of the state (J2): captured tensors,
-which lie in slots. Where a result depends on an input that requires grad, it is two graphs, forward
-and backward, traced together and cut where the pullback begins (`tracing.cut`), so that the second
-reads what regions keep.
+which lie in slots. If a result depends on an input that requires grad, the program has two graphs,
+forward and backward. They are traced together and cut where the pullback begins (`tracing.cut`), so
+that the backward reads the values that regions keep.
 
 NOTE [writes with history]
 An operator may write a value that requires grad into an argument or a captured tensor. A graph can
-write the value, but not the history. So the function is traced once more on a copy of that tensor.
-What the copy holds at the end is a further output, and each call copies that into the tensor
-itself, where autograd records it (J4).
+write the value, but not the history. So functx traces the function again, on a copy of that tensor.
+The final value of the copy is a further output, and each call copies it into the tensor itself,
+where autograd records the write (J4).
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ MAKING = threading.RLock()  # torch traces and compiles in one thread at a time
 
 @dataclass
 class Outcome:
-    """The results of a function in a trace, and the mode that has watched it."""
+    """The results of a function in a trace, and the function mode under which it ran."""
 
     results: Tensors
-    rest: Any = None  # of what it returned, beside tensors
+    rest: Any = None  # the structure of the returned value, and the parts that are not tensors
     met: Met | None = None
 
 
-# Runs a function in a trace, on arguments, and on stand-ins for captured tensors by their numbers.
+# Runs a function in a trace. It takes the arguments, and a function that returns the stand-in of
+# the captured tensor with a given number.
 Flat = Callable[[Tensors, Callable[[int], Tensor]], Outcome]
 
 
@@ -56,32 +57,33 @@ class Inputs:
     """The inputs of a trace."""
 
     tensors: Tensors  # arguments, at the base level
-    tracked: Sequence[bool]  # which arguments require grad, at any level
-    leaves: Sequence[bool]  # which are leaves of the tape around the call
+    tracked: Sequence[bool]  # whether each argument requires grad, at any level
+    leaves: Sequence[bool]  # whether each is a leaf of the tape around the call
     alike: Sequence[int]  # for each argument the first one that is the same tensor
     captured: Tensors = ()  # as the function finds them, perhaps wrapped by transforms around
-    values: Tensors = ()  # of these, at the base level
+    values: Tensors = ()  # the captured tensors without wrappers, at the base level
     same: Sequence[int] = ()  # for each argument the captured tensor that it is, or -1
     # The captured tensors, by the number of the input that has its value:
     real: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 class Run:
-    """One run of a function in a trace, and its outputs: what a graph of it gives.
+    """One run of a function in a trace, and the outputs that a graph of it returns.
 
-    Inputs have numbers: arguments, and then captured tensors.
+    Inputs are numbered: first the arguments, then the captured tensors.
     """
 
     def __init__(self, flat: Flat, inputs: Inputs, copied: set[int], records: bool) -> None:
         self._flat, self._inputs, self._copied, self._records = flat, inputs, copied, records
         self.n = len(inputs.tensors)
-        self.begun: dict[int, Tensor] = {}  # by number, what the function computes with
-        self.edges: dict[int, Any] = {}  # by number, where the tape of an input begins
-        self._fresh: dict[int, Any] = {}  # by number, its tape before the function ran
-        self.written: set[int] = set()  # with history, though no copy has been made of it
+        # All by number of the input:
+        self.begun: dict[int, Tensor] = {}  # the tensor with which the function computes
+        self.edges: dict[int, Any] = {}  # the place where the tape of the input begins
+        self._fresh: dict[int, Any] = {}  # its tape before the function ran
+        self.written: set[int] = set()  # inputs written with history, but not yet copied
 
     def begin(self, number: int, t: Tensor, tracked: bool, is_leaf: bool) -> Tensor:
-        """An input, with or without a tape."""
+        """Start an input, with a tape if it is tracked; returns the tensor for the function."""
         if tracked and (is_leaf or not self._records):
             with _torch.cleared_interpreter_stack():
                 self.edges[number] = t.requires_grad_()
@@ -105,19 +107,19 @@ class Run:
         return self.begun[number]
 
     def outputs(self, given: Tensors, dynamic: bool) -> list[Tensor]:
-        """Run the function on its arguments; returns the outputs."""
+        """Run the function on its arguments, and return the outputs."""
         inputs = self._inputs
         for i, t in enumerate(given):
             if inputs.alike[i] == i:
                 self.begin(i, t, inputs.tracked[i], inputs.leaves[i])
         arguments = [self.begun[i] for i in inputs.alike]
         for i, k in enumerate(inputs.same):
-            if k >= 0:  # so that ``x is self.weight`` is what it is in eager
+            if k >= 0:  # so that ``x is self.weight`` gives the same answer as in eager
                 arguments[i] = inputs.captured[k]
         return self.finished(self._flat(arguments, self.standin), dynamic)
 
     def finished(self, outcome: Outcome, dynamic: bool) -> list[Tensor]:
-        """The outputs, of what the function has returned."""
+        """The outputs of the graph, from the results of the function."""
         met, results = outcome.met, [*outcome.results]
         if met is not None:
             numbers = met.numbers
@@ -136,7 +138,7 @@ class Run:
         return [*self.sharing.outputs, *(self.begun[i] for i in self.copied_back)]
 
     def _has_moved(self, number: int, t: Tensor) -> bool:
-        """Whether an input has another tape than before."""
+        """Whether the tape of an input differs from the one before the function ran."""
         grad_fn, requires_grad = self._fresh[number]
         return t.grad_fn is not grad_fn or t.requires_grad is not requires_grad
 
@@ -145,12 +147,15 @@ class Run:
             raise sets_gradients()
         if any(t.requires_grad and not t.is_leaf and t.retains_grad for t in results):
             raise TracingError(
-                "functx.jit: the function calls retain_grad of a tensor that it returns. Call it "
-                "on the result, outside."
+                "functx.jit: the function calls retain_grad of a tensor that it returns. Call "
+                "retain_grad on the result, outside of the function."
             )
 
     def is_differentiated(self, k: int) -> bool:
-        """Whether an output may have a tape; what is made of inputs outside has its own."""
+        """Whether an output may have a tape.
+
+        Views that are made outside of the graph get their tape there.
+        """
         sharing = self.sharing
         return k >= len(sharing.outputs) or (sharing.gives[k] and k not in self.leaves)
 
@@ -160,11 +165,11 @@ class Program:
 
     Args:
         flat: The function.
-        inputs: To trace with.
+        inputs: The inputs of the trace.
         dynamic: Whether sizes of arguments are symbols.
         records: Whether the call is recorded for a pullback.
-        settle: Puts back what a trace has changed, before another one.
-        around: A context for the function and its pullback, each time that they run.
+        settle: Undoes the changes of one trace before the next one.
+        around: A context in which the function and its pullback run.
     """
 
     def __init__(
@@ -209,10 +214,11 @@ class Program:
         self.tracked = tracked if self.records else [False] * len(tracked)
         self.sharing, self.rest, self.leaves = run.sharing.alone(), run.rest, run.leaves
         self.copied_back, self._found = run.copied_back, found
-        # Inputs that require grad and get none: their hooks would be called without a gradient.
+        # Inputs that require grad but get no gradient. A call detaches them, since autograd would
+        # call their hooks without a gradient.
         self.without = [i for i in run.edges if i not in found]
         self.same = inputs.same
-        self.unseen = real  # inputs that are on the tape themselves, by number
+        self.unseen = real  # numbers of captured tensors used themselves; see NOTE [stand-ins]
         met = run.met
         self.reshaped = [] if met is None else met.reshaped
         self.asked_leafness = met is not None and met.asked_leafness
@@ -220,7 +226,7 @@ class Program:
         self.asked_gradients = met is not None and met.asked_gradients
         asked = {} if met is None else met.asked
         self.asked = [(self.n + k, ask, answer) for (k, ask), answer in asked.items()]
-        run.met = met = None  # which hold each other, and the arguments
+        run.met = met = None  # break the cycle between them, which would keep arguments alive
         self._leaves = [*inputs.leaves]
         self._offsets = [t.storage_offset() for t in inputs.tensors] if self.asked_offset else []
         numbers = {id(base_of(t)): i for i, t in inputs.real.items()}
@@ -229,16 +235,17 @@ class Program:
         _refuse_lost([t for t in self.sources if isinstance(t, Tensor)])
         self.pullbacks: dict[Any, list[Program]] = {}
         self.draws, self.written = traced.draws(), traced.written()
-        self._counted = traced.written(hidden=False)  # which count as changed, for saved tensors
+        # Only declared writes raise the version counter, by which autograd checks saved tensors.
+        self._counted = traced.written(hidden=False)
         self.differentiated = any(self.tracked)
         is_plain = not (dynamic or self.written or self.reshaped or _gives_inputs(traced))
         self._traced, self._is_plain = traced, is_plain
-        self.depends: dict[int, int] = {}  # by input, the cotangents that its gradient reads
-        self._all_in_order: bool | None = None  # whether the graph is given all inputs as they are
+        self.depends: dict[int, int] = {}  # by input, a bit mask of cotangents its gradient reads
+        self._all_in_order: bool | None = None  # whether the graph takes all inputs in their order
         self.holds_for: Callable[[Tensors], bool] = lambda tensors: True
 
     def compile(self, backend: Any, name: str) -> Program:
-        """Compile the graphs of a function of this name; returns the program."""
+        """Compile the graphs, with the function's name for messages; returns the program."""
         traced = self._traced
         if self.differentiated:
             second, self.reads, self.n_sizes = cut(traced, len(self.tracked))
@@ -251,7 +258,7 @@ class Program:
         return self
 
     def captured(self) -> set[int]:
-        """The captured tensors that a call reads, writes, or gives a gradient."""
+        """The numbers of captured tensors that a call reads, writes, or gives a gradient."""
         aliases = (a.index for a in self.sharing.aliases if a is not None and a.of_input)
         numbers = (s for s in self.sources if isinstance(s, int))
         same = (self.n + k for k in self.same if k >= 0)
@@ -285,7 +292,7 @@ class Program:
         self.sharing.renumber(new)
 
     def fits(self, tensors: Tensors, state: Tensors) -> bool:
-        """Whether tensors of the right kind are alike in what the trace has asked for."""
+        """Whether tensors of the right kind give the same answers to the questions of the trace."""
         if any(ask(state[i - self.n]) != answer for i, ask, answer in self.asked):
             return False
         if self.asked_leafness and [t.is_leaf for t in tensors] != self._leaves:
@@ -293,7 +300,7 @@ class Program:
         if self.asked_offset and [t.storage_offset() for t in tensors] != self._offsets:
             return False
         if self.asked_gradients and any(map(has_gradient, tensors)):
-            return False  # the trace has found none
+            return False  # the trace has read that ``.grad`` is not set
         return self.holds_for(tensors)
 
     def given(self, inputs: Sequence[Any]) -> list[Any]:
@@ -307,7 +314,7 @@ class Program:
         return [*inputs[: self.n], *rest]
 
     def run(self, given: list[Any], inputs: Tensors) -> list[Any]:
-        """Outputs, and what is saved; ``given`` is what the forward is given of the inputs."""
+        """Run the forward graph on ``given``; returns outputs, and then the values to save."""
         if not self.written and not self.copied_back:
             return self._forward(given)
         copied = {id(inputs[i]) for i in self.copied_back}
@@ -315,8 +322,8 @@ class Program:
         _check_apart(given, written)
         if any(map(_overlaps_itself, (given[i] for i in written))):
             raise TracingError(
-                "functx.jit: the function writes to a tensor whose elements share memory, as those "
-                "of unfold and expand do (J4). Write to a copy (clone)."
+                "functx.jit: the function writes to a tensor whose elements share memory, as after "
+                "unfold or expand (J4). Write to a copy (clone)."
             )
         versions = [(given[i], given[i]._version) for i in self._counted]
         outputs = self._forward(given)
@@ -328,10 +335,10 @@ class Program:
     def finished(
         self, outputs: Sequence[Any], inputs: Tensors, originals: Tensors | None = None
     ) -> list[Tensor]:
-        """The results of a call, and what it does to its inputs outside of the graph.
+        """The results of a call. This also makes the changes to inputs that a graph can't make.
 
-        ``originals`` are the inputs as the caller knows them, where some have conj or neg bits, and
-        the graph was given copies of these.
+        Inputs with conj or neg bits are resolved to copies before they go into the graph.
+        ``originals`` are then the inputs as the caller passed them.
         """
         if originals is not None:
             self._write_back(inputs, originals)
@@ -349,7 +356,7 @@ class Program:
         return self.sharing.made(outputs, inputs)
 
     def _write_back(self, inputs: Tensors, originals: Tensors) -> None:
-        """Write what the graph has written to a copy of an input into the input."""
+        """If the graph has written to a resolved copy of an input, write that to the input too."""
         numbers = [*range(self.n), *self.sources]
         written = {i for i in (numbers[k] for k in self.written) if isinstance(i, int)}
         if written or self.copied_back:
@@ -361,8 +368,9 @@ class Program:
     def pull_back(self, args: list[Any], n_inputs: int, present: int) -> list[Tensor | None]:
         """The gradient of each input, or ``None`` for an input without one.
 
-        ``args`` are inputs, what is saved, and cotangents. They go where they have been read.
-        ``present`` has a bit for each cotangent that there is; the others are zeros.
+        ``args`` are inputs, saved values and cotangents. The list is emptied, so that each can be
+        freed after its last use. ``present`` has a bit for each cotangent that the caller has
+        given; the others are zeros.
         """
         found: list[Tensor | None] = [None] * n_inputs
         for i, gradient in zip(self._found, self._backward(args)):
@@ -379,14 +387,14 @@ def _pulled_back(
     real: list[int],
     cotangent_of: Any,
 ) -> dict[int, Tensor]:
-    """The gradients of inputs, by number, as far as there are any."""
+    """The gradients of the inputs that have one, by number."""
     roots = [t for t, is_tracked in zip(outputs, tracked) if is_tracked]
     if not roots:
         return {}
     real[:] = met_themselves(roots, inputs.real)
     tensors = [inputs.real[i] for i in real]
     if not (run.edges or tensors):
-        tracked[:] = [False] * len(tracked)  # they depend on leaves that the function makes
+        tracked[:] = [False] * len(tracked)  # results depend only on leaves made inside
         return {}
     cotangents = [cotangent_of(t) for t in roots]
     try:
@@ -397,25 +405,25 @@ def _pulled_back(
     except RuntimeError as error:
         if "is not implemented" in str(error):
             raise TracingError(
-                "functx.jit: results are differentiated once more, with respect to "
-                f"what requires grad, and torch can't ({error}). Detach parameters "
-                "before, or call under torch.no_grad()."
+                "functx.jit: results of the function require grad, so functx.jit traces their "
+                f"pullback too, but torch can't differentiate them ({error}). Detach parameters "
+                "first, or call under torch.no_grad()."
             ) from error
         if "modified by an inplace operation" in str(error):
             raise TracingError(
                 "functx.jit: the function writes in place to a tensor that the pullback of an "
-                "earlier operation reads; eager refuses that where the gradient is asked for "
+                "earlier operation reads. Eager raises an error for that in the backward "
                 f"({error}). Write to a copy (clone)."
             ) from error
         if "through the graph a second time" not in str(error):
             raise
-        tracked[:] = [False] * len(tracked)  # the function has pulled it back
+        tracked[:] = [False] * len(tracked)  # the function itself has run this backward
         return {}
     return added(zip([*run.edges, *real], found))
 
 
 def added(gradients: Any) -> dict[int, Tensor]:
-    """Gradients by number, those with one number added."""
+    """Gradients by number; several gradients with the same number are summed."""
     total: dict[int, Tensor] = {}
     for i, gradient in gradients:
         if gradient is not None:
@@ -424,13 +432,13 @@ def added(gradients: Any) -> dict[int, Tensor]:
 
 
 def met_themselves(roots: Tensors, captured: Mapping[int, Tensor]) -> list[int]:
-    """The captured tensors on a tape that no function mode was shown; see NOTE [stand-ins].
+    """The captured tensors that are on the tape themselves; see NOTE [stand-ins].
 
-    Captured tensors have the number of the input that has their value.
+    The result has the numbers of the inputs that have their values.
 
     Raises:
-        TracingError: One is computed of another one, so that gradients would be mixed; or has hooks
-            that would run in the trace.
+        TracingError: One of them was computed from another one, so that their gradients would be
+            mixed; or one has hooks that would run in the trace.
     """
     on_tape = {*tape_of([*roots], 0)}
     leaves = {id(getattr(node, "variable", None)) for node in on_tape}
@@ -444,22 +452,22 @@ def met_themselves(roots: Tensors, captured: Mapping[int, Tensor]) -> list[int]:
     below = (node for t in tensors for node in [*tape_of([t], 0)][1:])
     if any(node in known or id(getattr(node, "variable", None)) in known for node in below):
         raise TracingError(
-            "functx.jit: the function gives a tensor, and another one that is computed of it "
-            "outside, to an autograd.Function, a transform or a region, and their gradients would "
-            "be mixed. Give one of them as an argument."
+            "functx.jit: the function passes a tensor, and another one that was computed from it "
+            "outside, to an autograd.Function, a transform or a region. functx.jit can't separate "
+            "their gradients. Pass one of the two as an argument of the jitted function."
         )
     if any(t._backward_hooks and not t.is_leaf for t in tensors):
         raise TracingError(
-            "functx.jit: a captured tensor that is not a leaf has hooks, and is given to an "
-            "autograd.Function, a transform or a region, where they would run in the trace. Pass "
-            "it as an argument."
+            "functx.jit: the function passes a captured tensor that has hooks, and is not a leaf, "
+            "to an autograd.Function, a transform or a region. The hooks would run in the trace. "
+            "Pass the tensor as an argument of the jitted function."
         )
     return found
 
 
 @contextmanager
 def without_hooks(tensors: Tensors) -> Iterator[None]:
-    """Hooks of these run where the graph is differentiated (J6), not in the trace."""
+    """Without the hooks of some tensors: they run in a call's backward (J6), not in a trace."""
     hooks = [(t, t._backward_hooks) for t in tensors if t._backward_hooks]
     for t, _ in hooks:
         t._backward_hooks = None
@@ -474,13 +482,13 @@ def check_class(t: Tensor) -> None:
     """Refuse tensors of subclasses: a graph computes with plain tensors."""
     if type(t) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise TracingError(
-            f"functx.jit: a tensor is of a subclass, {type(t).__name__}, which a graph does not "
-            "know. Take plain tensors, t.as_subclass(torch.Tensor)."
+            f"functx.jit: a tensor is of a subclass, {type(t).__name__}, but a graph computes with "
+            "plain tensors. Use t.as_subclass(torch.Tensor)."
         )
 
 
 class _Begin(torch.autograd.Function):
-    """Begins the tape of a tensor that is not a leaf outside, so that it may be written to."""
+    """Starts the tape of an input that is not a leaf outside, so that in-place writes work."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, t: Tensor) -> Tensor:
@@ -493,24 +501,24 @@ class _Begin(torch.autograd.Function):
 
 
 def _refuse_lost(constants: Tensors) -> None:
-    """Refuse tensors without a slot, where a constant would lose gradients (J2)."""
+    """Refuse tensors without a slot that need gradients: as constants they would get none (J2)."""
     for t in constants:
         if t.requires_grad or _torch.is_wrapped(t):
             raise TracingError(
                 f"functx.jit: the function reads a tensor that requires grad, {t.dtype} of shape "
                 f"{(*t.shape,)}, where functx.jit can't find it again at the next call (J2). Pass "
-                "it as an argument, or keep it in a module, a variable or a container of Python's."
+                "it as an argument, or keep it in a module, a variable or a Python container."
             )
 
 
 def _gives_inputs(traced: Any) -> bool:
-    """Whether an output, or what is saved, may lie in the memory of an input."""
+    """Whether an output or a saved value may lie in the memory of an input."""
     output = [*traced.graph.nodes][-1]
     return any(traced.root_of(node).op == "placeholder" for node in output.all_input_nodes)
 
 
 def _check_apart(given: Sequence[Any], written: Sequence[int]) -> None:
-    """Refuse inputs that share memory, where one is written: a graph knows each by itself."""
+    """Refuse inputs that share memory if one is written: a graph takes inputs for separate."""
     if len({*map(_torch.storage_of, given)}) == len(given):
         return
     strided = [(i, t) for i, t in enumerate(given) if t.layout is torch.strided]
@@ -519,15 +527,15 @@ def _check_apart(given: Sequence[Any], written: Sequence[int]) -> None:
     for start, length, is_written in sorted(places):
         if start < end and length and (is_written or was_written):
             raise TracingError(
-                "functx.jit: the function writes to a tensor that it is given, or reads otherwise, "
-                "twice: as itself, or in views whose memory overlaps or interleaves. Give it once, "
-                "and take views of it in the function."
+                "functx.jit: the function writes to a tensor that it is given, or captures, more "
+                "than once: as the same tensor, or as views whose memory overlaps or interleaves. "
+                "Pass it once, and take views of it in the function."
             )
         end, was_written = max((end, was_written), (start + length, is_written))
 
 
 def _overlaps_itself(t: Any) -> bool:
-    """Whether two elements may lie in one place, as far as shape and strides tell."""
+    """Whether two elements may lie in the same place, judging by shape and strides."""
     if t.layout is not torch.strided or t.is_contiguous():
         return False
     end = 0

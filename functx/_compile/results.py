@@ -1,9 +1,9 @@
-"""Results that share memory with an input, or with each other, do so outside of the graph (J6).
+"""Makes results share memory with inputs and with each other, as in eager (J6).
 
-A graph gives each result as a tensor of its own. To autograd, the result of ``x.t()`` would then be
-no view of ``x``: a later write in place to one of them would not be seen by the other. So a trace
-notes which results lie in the memory of an input, of another result, or of a tensor that several
-results are views of, and a call makes these views again outside of the graph.
+A graph returns each result as a separate tensor. Then autograd would not see the result of
+``x.t()`` as a view of ``x``, and a later in-place write to one of them would not reach the other.
+So a trace notes which results lie in the memory of an input, of another result, or of a tensor of
+which several results are views. A call makes these views again outside of the graph.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from functx._core import TracingError
 
 @dataclass(frozen=True)
 class Alias:
-    """A result that is made of an input or of another result."""
+    """A result that is a view of its base, an input or another result, or is the base itself."""
 
     of_input: bool
     index: int  # of the input or of the result
-    is_same: bool  # the same tensor, not a view of it
-    # Shape, strides and offset, and the strides of what it is of; ``None`` for a result of the
-    # graph, which has its own.
+    is_same: bool  # the result is the base itself, not a view of it
+    # Shape, strides and offset of the view, and the strides of the base. ``None`` if the graph
+    # returns the view too, whose own geometry is used then.
     geometry: Any
-    tracked: bool  # with the history of what it is of
-    is_whole: bool = False  # all of it, in its order
-    is_leaf: bool = False  # a leaf that requires grad, in memory of what it is of
-    conjugates: bool = False  # with another conj bit than what it is of, or another neg bit
-    negates: bool = False
+    tracked: bool  # whether the view has the history of the base
+    is_whole: bool = False  # whether the view has the shape and strides of the base
+    is_leaf: bool = False  # whether the result is a leaf that requires grad
+    conjugates: bool = False  # whether its conj bit differs from that of the base
+    negates: bool = False  # whether its neg bit differs from that of the base
 
     def made_of(self, base: Tensor, result: Any) -> Tensor:
-        """The result."""
+        """Make the result from its base; ``result`` is the one that the graph returned, if any."""
         if self.is_same:
             return base
         if self.is_leaf:
@@ -59,15 +59,15 @@ class Alias:
             return base.view_as(base)
         if base.stride() != expected:
             raise TracingError(
-                "functx.jit: the function returns a view of another result, which a kernel has "
-                f"laid out by strides {base.stride()} and torch's trace by {expected}. Return a "
-                "copy of the view (clone), or only one of them."
+                "functx.jit: the function returns a view of another result. The kernel has given "
+                f"that result strides {base.stride()}, but the trace expected {expected}. Return a "
+                "copy of the view (clone), or only one of the two results."
             )
         return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
 class Sharing:
-    """Decides which results the graph returns, and how views of them are made outside."""
+    """Decides which results the graph returns, and which are made as views outside."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Sharing:
         dynamic: bool,
         hooked: Container[int] = (),
     ) -> None:
-        """``hooked`` is memory of tensors with hooks, which views made outside would leave out."""
+        """``hooked`` has the storages of tensors with hooks. Views made outside would skip them."""
         self.n_results = len(results)
         self.aliases: list[Alias | None] = [None] * len(results)
         of_inputs = {_torch.storage_of(t): number for number, t in inputs.items() if _is_dense(t)}
@@ -95,24 +95,25 @@ class Sharing:
                 self.aliases[i] = _alias(t, inputs[number], True, number, dynamic)
             else:
                 own.setdefault(storage, []).append(i)
-        self.bases: list[Tensor] = []  # further results, of which several are views
+        self.bases: list[Tensor] = []  # further outputs: common bases of several results
         for places in own.values():
             if len(places) > 1:
                 self._share(results, places, dynamic)
         aliases = [*self.aliases, *([None] * len(self.bases))]
         everything = [*results, *self.bases]
-        # With sizes as symbols, a view is given by the graph too, for its sizes.
+        # With symbolic sizes the graph returns the view too, since its sizes are known only then.
         self.kept = [i for i, a in enumerate(aliases) if a is None or not (a.is_same or a.geometry)]
         self.outputs = [everything[i] for i in self.kept]
-        # Whether an output is given to the user, or views are made of it, rather than measured.
+        # False for an output that the graph returns only so that its sizes can be read.
         self.gives = [aliases[i] is None for i in self.kept]
         self.is_plain = not any(self.aliases)
 
     def _share(self, results: Sequence[Tensor], places: list[int], dynamic: bool) -> None:
-        """Results in one memory, of which no input is in it."""
+        """Decide for results that share memory with each other, but not with an input."""
         own = [i for i in places if results[i]._base is None]
         whole = [i for i in own if dynamic or _is_whole(results[i])]
-        if any(results[i].requires_grad for i in places):  # of others no history can be made
+        # If a view requires grad, its base must too: a view of another base gets no history.
+        if any(results[i].requires_grad for i in places):
             whole = [i for i in whole if results[i].requires_grad]
         first = min(whole, default=None)
         if first is None:
@@ -123,7 +124,7 @@ class Sharing:
                 self.aliases[i] = _alias(results[i], results[first], False, first, dynamic)
 
     def _share_base(self, results: Sequence[Tensor], places: list[int], dynamic: bool) -> None:
-        """Results that are parts of one memory, which is not a result."""
+        """Decide for results that are parts of one tensor which is not a result itself."""
         bases = [t._base for t in (results[i] for i in places) if t._base is not None]
         base = next((t for t in bases if t.requires_grad), bases[0] if bases else None)
         if base is not None and not dynamic and _overlap([results[i] for i in places]):
@@ -132,30 +133,31 @@ class Sharing:
                 self.aliases[i] = _alias(results[i], base, False, number, dynamic)
             self.bases.append(base)
             return
-        for i in places:  # parts stay apart; one that is returned twice is the same tensor
+        # Parts that don't overlap stay separate; only a repeated result is the same tensor again.
+        for i in places:
             same = next((j for j in places if j < i and results[j] is results[i]), None)
             if same is not None:
                 self.aliases[i] = Alias(False, same, True, None, results[i].requires_grad)
 
     def alone(self) -> Sharing:
-        """This, without the tensors of the trace."""
+        """Drop the tensors of the trace, and return this object."""
         self.outputs, self.bases = [], []
         return self
 
     def again(self, results: Sequence[Tensor]) -> list[Any]:
-        """The outputs of another run of the function, which has given these results."""
+        """The outputs that correspond to the results of another run of the function."""
         own = {a.index: i for i, a in enumerate(self.aliases) if a is not None and not a.of_input}
         return [results[k] if k < self.n_results else results[own[k]]._base for k in self.kept]
 
     def renumber(self, new: Callable[[int], int]) -> None:
-        """Give inputs other numbers."""
+        """Renumber inputs."""
         self.aliases = [
             replace(a, index=new(a.index)) if a is not None and a.of_input else a
             for a in self.aliases
         ]
 
     def made(self, outputs: Sequence[Tensor], inputs: Sequence[Any]) -> list[Tensor]:
-        """All results, of what the graph has given."""
+        """All results, from the outputs of the graph."""
         if self.is_plain:
             return [*outputs]
         known = dict(zip(self.kept, outputs))
@@ -163,7 +165,7 @@ class Sharing:
         for i, alias in enumerate(self.aliases):
             if alias is not None:
                 base = inputs[alias.index] if alias.of_input else found.get(alias.index)
-                if base is None:  # an alias of one that comes later
+                if base is None:  # the base is a result that is made later in this loop
                     base = known[alias.index]
                 found[i] = alias.made_of(base, known.get(i))
         return [found[i] for i in range(self.n_results)]
@@ -193,7 +195,7 @@ def _alias(t: Tensor, base: Tensor, of_input: bool, index: int, dynamic: bool) -
 
 
 def _is_of_function(t: Tensor) -> bool:
-    """Whether a custom Function has given a tensor, whose backward a view would leave out."""
+    """Whether a custom Function returned a tensor: a view made outside would skip its backward."""
     return isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction)
 
 
@@ -207,7 +209,7 @@ def _is_whole(t: Tensor) -> bool:
 
 
 def _overlap(tensors: Sequence[Tensor]) -> bool:
-    """Whether memory of two tensors may overlap, as far as first and last bytes tell."""
+    """Whether the memory of two tensors may overlap, judging by first and last elements."""
     spans = sorted(span(t) for t in tensors)
     return any(end > start for (_, end), (start, _) in itertools.pairwise(spans))
 

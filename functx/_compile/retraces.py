@@ -1,7 +1,7 @@
-"""Says what changes where a function is traced again and again.
+"""Finds the reason why a function is traced again and again.
 
-Several graphs of a function are usual: training and evaluation, with and without gradients, a last
-batch that is smaller. A third value in one place is most often a mistake (a step that is counted, a
+Several graphs of a function are normal: training and evaluation, with and without gradients, a
+smaller last batch. A third value in the same place is most often a mistake (a step counter, a
 learning rate), or a size. So a warning names the place that has had three values in the last three
 traces.
 """
@@ -17,18 +17,18 @@ from functx._compile.search import PLAIN, Search
 from functx._core import describe, is_of, name_of
 
 _SIZES = "the sizes of the arguments change"
-_DYNAMIC = "Give dynamic=True for one graph of all sizes, or pad to a few sizes"
+_DYNAMIC = "Use dynamic=True for one graph that serves all sizes, or pad to a few sizes"
 _ARGUMENT = "an argument that is not a tensor changes"
-_GIVE_A_TENSOR = "Give a tensor in its place"
-_KEEP = "Give a tensor in its place, or keep it (a counter, say) out of the function's reach"
+_GIVE_A_TENSOR = "Use a tensor in its place"
+_KEEP = "Use a tensor in its place, or move it (a counter, for example) out of the function"
 
 
 def change(made: Sequence[tuple[Any, Known]], found: Search) -> str | None:
-    """What has had another value in each of the last three traces, and what to do about it.
+    """Words for the place with three values in the last three traces, and a remedy; or ``None``.
 
     Args:
         made: The key and the program of each trace.
-        found: The state of the last one.
+        found: The state in the last trace.
     """
     if len(made) < 3:
         return None
@@ -47,7 +47,7 @@ def change(made: Sequence[tuple[Any, Known]], found: Search) -> str | None:
 
 
 def _parts(key: Any, known: Known) -> Iterator[tuple[str, str, Any]]:
-    """What a trace depends on, part by part, with words for each."""
+    """The parts of the key of a trace: words for the part, a remedy, and the value."""
     _, others, kinds, *_ = key
     yield _SIZES, _DYNAMIC, tuple(_shape(kind) for kind in kinds)
     for value in others:
@@ -57,31 +57,31 @@ def _parts(key: Any, known: Known) -> Iterator[tuple[str, str, Any]]:
 
 
 def _shape(kind: Any) -> Any:
-    """The shape in what `described` says of a tensor."""
+    """The shape in the description of a tensor that `described` has made."""
     return next((tuple(x) for x in kind if is_of(x, tuple)), ())
 
 
 def _are_same(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
-    except Exception:  # of a class of the user's
+    except Exception:  # ``__eq__`` of a user class may raise any error
         return False
 
 
 def _shown(value: Any) -> str:
-    # Values of arguments are pairs of class and value, floats in words.
+    # Values of arguments are pairs of class and value, in which floats are strings.
     if is_of(value, tuple) and len(value) == 2 and is_of(value[0], type):
         value = value[1]
     return describe(value) if not is_of(value, tuple) else " ".join(map(str, value))
 
 
 def _as_in_keys(x: Any) -> Any:
-    """A plain value as the key of a search has it."""
+    """A plain value in the form in which it is in the key of a search."""
     return repr(x) if type(x) in (float, complex) else x
 
 
 def _place(value: Any, found: Search) -> str:
-    """The one attribute or variable that holds a value, if only one does."""
+    """The name of the attribute or variable that holds a value, if exactly one does."""
     places = {
         (id(box), key): (box, key)
         for box, key, x in found.items

@@ -1,12 +1,12 @@
-"""Which code runs in a trace, what it names, and whose it is.
+"""Notes which code runs in a trace, and tells names in it and user code from library code.
 
 NOTE [what ran]
-A search from a large model reaches thousands of functions that no call runs. Guards for all that
-these name would cost time at each call, and a counter that one of them keeps would be taken for a
-value that the graph depends on. So the code objects that run in a trace are noted, and only what
-these name is guarded. From Python 3.12 on `sys.monitoring` reports each code object once, which is
-nearly free; before, `sys.settrace` is told of each call, except below operators of torch
-(`graphs.unnoted`). A debugger's or coverage's own trace function goes on being called.
+A search from a large model reaches thousands of functions that no call runs. Guards for all names
+in these would cost time at each call, and the graph would seem to depend on a counter that one of
+them keeps. So functx notes the code objects that run in a trace, and guards only names in these.
+From Python 3.12 on it uses `sys.monitoring`, which reports each code object once and is nearly
+free. Before 3.12 it uses `sys.settrace`, which is called at each Python call, except below
+operators of torch (`graphs.unnoted`). The trace function of a debugger or of coverage still runs.
 
 A limit: code that runs in other threads is not noted.
 """
@@ -37,8 +37,8 @@ _LOAD_GLOBAL, _LOAD_NAME, _STORE_GLOBAL = (
     dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 )
 _IMPORT_NAME, _MATCH_CLASS = dis.opmap["IMPORT_NAME"], dis.opmap["MATCH_CLASS"]
-_HEAP_TYPE = 1 << 9  # of a class that is made by Python code
-# With these names, code reads attributes by names that it computes.
+_HEAP_TYPE = 1 << 9  # the flag of a class that Python code has made
+# Code that uses one of these names may read attributes by names that it computes.
 _COMPUTED_NAMES = {
     *("getattr", "hasattr", "setattr", "vars", "__dict__", "attrgetter", "__getattribute__"),
     *("asdict", "astuple", "fields", "dir", "getmembers"),
@@ -54,7 +54,10 @@ def is_library(module: str) -> bool:
 
 @functools.cache
 def is_library_class(cls: type) -> bool:
-    """Whether a class is of such a module, and does not only say so, as one that ``exec`` makes."""
+    """Whether a class belongs to a library.
+
+    ``__module__`` alone is not enough: a class that ``exec`` makes may claim any module.
+    """
     module = type.__getattribute__(cls, "__module__")
     if not isinstance(module, str) or not is_library(module):
         return False
@@ -77,13 +80,13 @@ def is_library_file(filename: str) -> bool:
 
 
 def is_of_package(filename: str) -> bool:
-    """Whether code is of an installed package, and not of the program."""
+    """Whether code belongs to an installed package rather than to the program."""
     return any(package in filename for package in _PACKAGES)
 
 
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """The names in a code object, and its strings that may be names: ``getattr(x, "scale")``."""
+    """The names in a code object, and strings that may be names, as in ``getattr(x, "scale")``."""
     consts = [*code.co_consts]
     consts += (part for c in code.co_consts if type(c) is tuple for part in c)  # match, keywords
     texts = (c for c in consts if type(c) is str and len(c) < 60 and c.isidentifier())
@@ -103,7 +106,7 @@ def globals_in(code: types.CodeType, stored: bool = False) -> frozenset[str]:
 
 @functools.cache
 def imports_in(code: types.CodeType) -> tuple[str, ...]:
-    """The modules that a code object imports by their full names, and those around them."""
+    """The full names of modules that a code object imports, and of their parent packages."""
     if _IMPORT_NAME not in code.co_code[::2]:
         return ()
     names = [i.argval for i in dis.get_instructions(code) if i.opcode == _IMPORT_NAME]
@@ -137,7 +140,7 @@ def type_of_tensor_in(code: types.CodeType) -> int | None:
 
 
 class Ran:
-    """The code that has run in a trace, as far as it can read state of the user's."""
+    """The code that has run in a trace and can read state of user code."""
 
     def __init__(self, codes: set[types.CodeType]) -> None:
         named = {c for c in codes if not is_library_file(c.co_filename)}
@@ -146,7 +149,8 @@ class Ran:
         self.codes = frozenset(named)
         by_users = frozenset[str]().union(*map(names_in, named))
         self.names = by_users.union(*map(names_in, of_modules))
-        matches = any(_MATCH_CLASS in c.co_code[::2] for c in named)  # by ``__match_args__``
+        # A class pattern of ``match`` reads attributes by the names in ``__match_args__``.
+        matches = any(_MATCH_CLASS in c.co_code[::2] for c in named)
         self.computes_names = matches or not by_users.isdisjoint(_COMPUTED_NAMES)
 
     def __eq__(self, other: object) -> bool:
@@ -156,7 +160,7 @@ class Ran:
         return hash((self.codes, self.names))
 
     def with_names(self, names: Iterable[str]) -> Ran:
-        """The same code, and further names."""
+        """A copy with the same code and further names."""
         other = copy.copy(self)
         other.names = self.names.union(names)
         return other
@@ -185,7 +189,7 @@ def _monitored(tool: int, add: Callable[[types.CodeType], None]) -> Iterator[Non
 
     def started(code: types.CodeType, _: int) -> Any:
         add(code)
-        return monitoring.DISABLE  # at this place, until events start again
+        return monitoring.DISABLE  # report this code object only once
 
     monitoring.use_tool_id(tool, "functx.jit")
     monitoring.register_callback(tool, monitoring.events.PY_START, started)

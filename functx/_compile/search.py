@@ -1,18 +1,18 @@
 """Finds the state that a function reads in addition to its arguments, by one search (J2, J3).
 
-A search runs only where a graph is made, and where something that a graph depends on has been
-replaced. It leaves flat lists. *Slots* are places that hold tensors. *Guards* are places that hold
-anything else, with what they hold. `functx._compile.guards` checks both at each call.
+A search is slow, so it runs only when a graph is made, or when an object that a graph depends on
+has been replaced. It leaves flat lists. *Slots* are places that hold tensors. *Guards* are places
+that hold anything else, together with the value. `functx._compile.guards` checks both at each call.
 
 The search follows cells of functions, globals that their code names, defaults, partials, methods,
 classes and modules as far as code names their attributes, attributes of objects (and their
-``__slots__``), and dict, list, tuple, set and deque. It runs no code of the user's: it reads
-containers with the methods of the built-in class that they derive from, and objects by their
+``__slots__``), and dict, list, tuple, set and deque. It never runs user code, which could have
+effects: it reads containers with the methods of their built-in base class, and objects by their
 ``__dict__`` and the descriptors of ``__slots__``. It does not look into the code of torch, NumPy
-and the standard library. What it does not reach is a constant of the graph (J3).
+and the standard library. Everything that it does not reach is a constant of the graph (J3).
 
-With `Ran`, what has run in a trace, only that is followed which this code names. Without, all is
-that any function in reach could name: before a trace nothing better is known.
+With a `Ran`, the code that has run in a trace, the search follows only names in that code. Without
+one it follows names in all functions in reach: before a trace it is not known which of them run.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ PLAIN = frozenset(
 )
 _FLOATS = {float, complex}
 _BUILTINS = vars(builtins).keys()
-CACHE: Any = type(functools.lru_cache(len))  # of functions with a cache
+CACHE: Any = type(functools.lru_cache(len))  # the class of functions with a cache
 _ORDERED: Any = collections.OrderedDict()
 _DICTS: Any = ({}, _ORDERED)
 _VIEWS: Any = [view for d in _DICTS for view in (d.keys(), d.values(), d.items())]
-_HOLDERS = (types.SimpleNamespace, argparse.Namespace)  # attributes for the user's code
-_SMALL_ARRAY = 1 << 16  # bytes; a larger one is known by identity
+_HOLDERS = (types.SimpleNamespace, argparse.Namespace)  # library classes with user attributes
+_SMALL_ARRAY = 1 << 16  # bytes; larger arrays are compared by identity
 EXACT = {dict, collections.OrderedDict, list, tuple, collections.deque, types.MappingProxyType}
 _EMPTY_KINDS = {dict, collections.OrderedDict, list, collections.deque, set}
-# Notes that modules keep for themselves. No call reads them, and recurrent layers write them.
+# Attributes that modules keep for themselves. User code doesn't read them in a call, and recurrent
+# layers write some of them in each call, so guards on them would fail for no reason.
 _BOOKKEEPING = {
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
     *("_load_state_dict_post_hooks", "_non_persistent_buffers_set", "_flat_weights"),
@@ -83,10 +84,10 @@ ITEM, READ, FIXED = "item", "read", "fixed"
 
 
 class Search:
-    """Searches all that ``roots`` reach, and leaves a flat list of each kind of guard.
+    """Searches everything that ``roots`` reach, and leaves a flat list for each kind of guard.
 
-    ``key`` says all of it by value, and ``tensors`` are in the order of the key: two searches with
-    equal keys allow the same graph, with the tensors of each as its inputs.
+    ``key`` describes the found state by value, and ``tensors`` are in the order of the key. So two
+    searches with equal keys may use the same graph, each with its own tensors as inputs.
     """
 
     def __init__(self, roots: Iterable[Any], ran: Ran | None = None) -> None:
@@ -99,10 +100,11 @@ class Search:
     def _search(self, roots: Sequence[Any], ran: Ran | None) -> None:
         self.ran = ran
         self.tensors: list[Tensor] = []
-        self.slots: list[list[Place]] = []  # of each tensor
+        self.slots: list[list[Place]] = []  # for each tensor, all places that hold it
         self.key: list[Any] = []
-        self.held: list[Any] = []  # all objects that were met, so that their ids stay theirs
-        self.known: list[Any] = []  # those whose ids are in the key
+        # All visited objects. They must stay alive: Python reuses the ids of dead objects.
+        self.held: list[Any] = []
+        self.known: list[Any] = []  # the objects whose ids are in the key
         self.generators: list[torch.Generator] = []
         # Guards, by how they are checked:
         self.items: list[Any] = []  # (container, key, value)
@@ -114,18 +116,18 @@ class Search:
         self.orders: list[Any] = []  # (dict, its keys)
         self.kinds: list[Any] = []  # (object, class)
         self.own: list[Any] = []  # (object, its ``__dict__``)
-        self.values: list[Any] = []  # (function, object, value), to be equal
+        self.values: list[Any] = []  # (function, object, value), compared by ==
         # Containers that a trace may change, with copies; only in a search without ``ran``:
         self.snapshots: list[Any] = []  # (container, its contents, its owner)
         self._numbers: dict[int, int] = {}
         self._of_tensors: dict[int, int] = {}
-        self._named_by_objects: set[str] = set()  # `operator.attrgetter` has names of its own
+        self._named_by_objects: set[str] = set()  # names inside objects like `operator.attrgetter`
         self._lists_subclasses = False
         self._names: set[str] = set(ran.names) if ran else {"forward"}
         self._functions: list[types.FunctionType] = []
         self._classes: dict[type, None] = {}
         self._modules: list[types.ModuleType] = []
-        self._looked: set[Any] = set()  # classes and modules, with the names that were looked up
+        self._looked: set[Any] = set()  # (id of a namespace, name) for each name looked up in it
         self._todo: list[Any] = [(root, None) for root in roots[::-1]]
         self._walk()
         while self._look_up_names():
@@ -168,7 +170,7 @@ class Search:
             self._of_tensors[id(t)] = len(self.tensors)
             self.tensors.append(t)
             self.slots.append([])
-            own = t.__dict__  # attributes that the user has given to it
+            own = t.__dict__  # attributes that user code has set
             self._container(own, {**own}, t)
             self.lengths.append((own, len(own)))
             named = [n for n in own if self.ran is None or n in self.ran.names]
@@ -179,7 +181,7 @@ class Search:
         self.slots[self._of_tensors[id(t)]].append(place or (FIXED, t, None))
 
     def _look(self, x: Any, kind: Any) -> None:
-        """Push what is in an object, and guard how much of it there is."""
+        """Push the parts of an object, and guard their number."""
         for base, look in _LOOKS.items():
             if issubclass(kind, base):
                 look(self, x, kind)
@@ -193,7 +195,7 @@ class Search:
         self.key.append(id(x))
         self.known.append(x)
 
-    # -- functions and what wraps them
+    # -- functions and their wrappers
 
     def _function(self, f: types.FunctionType, kind: Any) -> None:
         code = f.__code__
@@ -217,7 +219,7 @@ class Search:
 
     def _attributes_of_function(self, f: types.FunctionType, runs: bool) -> None:
         own = f.__dict__
-        self._length(own, dict, len(own))  # an attribute that is set later counts
+        self._length(own, dict, len(own))  # so that an attribute that is set later fails a guard
         self._container(own, {**own}, f)
         for name, value in own.items():
             is_wanted = runs or self.ran is None or name in self.ran.names
@@ -274,14 +276,14 @@ class Search:
         exact = type(x) is tuple
         for i in range(len(items) - 1, -1, -1):
             place = (ITEM, x, i) if exact else (READ, functools.partial(_tuple_item, i), x)
-            # (A tuple keeps what it holds: only tensors need their place.)
+            # A tuple never changes, so only tensors need a place from which to be read.
             self._todo.append((items[i], place if issubclass(type(items[i]), Tensor) else None))
         if not exact and not is_library_class(kind):
             self._attributes(x, kind)
 
     def _sequence(self, x: Any, kind: Any) -> None:
         base: Any = list if issubclass(kind, list) else collections.deque
-        if kind.__module__.startswith("functx."):  # what functx itself remembers
+        if kind.__module__.startswith("functx."):  # functx's own notes
             return
         items = [*base.__iter__(x)]
         self.key.append(len(items))
@@ -328,7 +330,8 @@ class Search:
             self._attributes(x, kind)
 
     def _proxy(self, x: Any, kind: Any) -> None:
-        # What it shows may be of any class, whose methods ``x`` would call.
+        # ``x`` may stand for an object of any class, and reading ``x`` would call its methods. The
+        # garbage collector finds the object without running code.
         self._todo += ((shown, None) for shown in gc.get_referents(x))
 
     def _getter(self, x: Any, kind: Any) -> None:
@@ -346,7 +349,7 @@ class Search:
         if not is_library_class(kind):
             self._attributes(x, kind)
         base: Any = next(k for k in kind.__mro__ if k.__module__ == "numpy")
-        x = x if kind is base else x.view(base)  # the same memory, with methods of NumPy's
+        x = x if kind is base else x.view(base)  # the same memory, but with NumPy's own methods
         if x.nbytes <= _SMALL_ARRAY and not x.dtype.hasobject:
             self.key.append(x.tobytes())
             self.values.append((_bytes, x, _bytes(x)))
@@ -401,7 +404,7 @@ class Search:
             self._by_identity(x)
 
     def _attributes(self, x: Any, kind: Any) -> bool:
-        """Follow the attributes of an object; whether it can have any."""
+        """Follow the attributes of an object; returns whether it can have any."""
         push, found = self._todo.append, False
         self._met(kind)
         if not is_library_class(kind):
@@ -429,7 +432,7 @@ class Search:
             if type(name) is not str or (is_module and name in _BOOKKEEPING):
                 continue
             if of_functx and (type(value) in PLAIN or name in ("backend", "scripts")):
-                continue  # functx's own notes, which change; and what compiles
+                continue  # functx's own notes, which change between calls, and the compiler
             if is_module and name in _HOOKS and type(value) in _EMPTY_KINDS and not value:
                 if self._is_wanted(name, x, kind):
                     self.falsy.append((own, name))
@@ -441,22 +444,26 @@ class Search:
         return True
 
     def _is_wanted(self, name: str, x: Any, kind: Any) -> bool:
-        """Whether code that has run may read an attribute, as far as names can tell."""
+        """Whether the code that has run may read an attribute, judging by the names in the code."""
         if self.ran is None or name in self.ran.names or kind.__module__.startswith("functx."):
             return True
         if is_library_class(kind) and kind not in _HOLDERS:
-            return not issubclass(kind, nn.Module)  # whose own code has been noted
+            return not issubclass(kind, nn.Module)  # names read by torch's modules are in ``ran``
         return self.ran.computes_names
 
     # -- names
 
     def _look_up_names(self) -> bool:
-        """Follow what code names in classes, modules and globals that were met; whether any."""
+        """Follow names of the code in the classes, modules and globals found so far.
+
+        Returns whether anything new was found.
+        """
         before, names, ran = len(self._todo), self._names, self.ran
         functions, self._functions = self._functions, []
         for f in functions:
             for code in with_inner(f.__code__):
-                # (Some package may ask for subclasses, and these reach everything.)
+                # Only user code counts: an installed package may list subclasses, and from those
+                # the search would reach everything.
                 asks = "__subclasses__" in code.co_names and not is_of_package(code.co_filename)
                 if asks and (ran is None or code in ran.codes):
                     self._lists_subclasses = True
@@ -475,7 +482,7 @@ class Search:
                 if not is_library_class(k):
                     self._in_class(k, names)
         for module in self._modules:
-            space = attributes(module) or {}  # (`vars` loads a lazy module)
+            space = attributes(module) or {}  # `vars` would load a lazy module
             if id(space) not in self._looked:
                 self._looked.add(id(space))
                 self.lengths.append((space, len(space)))
@@ -505,7 +512,7 @@ class Search:
             self.held.append(cls)
             self.lengths.append((space, len(space)))
             self.reads.append((_MRO, cls, _MRO(cls)))
-            # Python calls special methods that no code names: one more of them may run.
+            # Python calls special methods that no code names. Another one, set later, could run.
             self.key += sorted(name for name in space if name[:2] == "__")
             if self.ran is None:
                 self.snapshots.append((space, {**space}, cls))
@@ -526,7 +533,7 @@ class Search:
                 self.key.append(name)
 
     def _runs(self, value: Any) -> bool:
-        """Whether Python or torch calls a method, which code does not name."""
+        """Whether Python or torch may call this method by itself, though no code names it."""
         if type(value) in (staticmethod, classmethod):
             value = value.__func__
         if type(value) is not types.FunctionType:
@@ -556,7 +563,7 @@ _LOOKS: dict[Any, Callable[[Search, Any, Any], None]] = {
     operator.attrgetter: Search._getter,
     bytearray: Search._buffer,
     array.array: Search._buffer,
-    Logger: Search._identity,  # it knows all loggers of the process
+    Logger: Search._identity,  # its attributes lead to all loggers of the process
     types.CodeType: Search._identity,
     enum.Enum: Search._identity,
     contextvars.ContextVar: Search._of_context,
@@ -574,7 +581,7 @@ _LOOKS: dict[Any, Callable[[Search, Any, Any], None]] = {
 
 @functools.cache
 def namespace(cls: type) -> Any:
-    """The ``__dict__`` of a class, as one object: each access makes another proxy."""
+    """The ``__dict__`` of a class, always the same object: each plain access makes a new proxy."""
     return type.__dict__["__dict__"].__get__(cls)
 
 
@@ -609,7 +616,7 @@ def in_cell(cell: Any) -> Any:
     """The value in a cell of a closure, or `MISSING` if the variable is not bound yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # not bound yet
+    except ValueError:
         return MISSING
 
 
@@ -653,13 +660,13 @@ def _key_identities(x: Any) -> Any:
 
 
 def _ordered(x: Any) -> Any:
-    """The items of a dict in their order, of which an ``OrderedDict`` has one of its own."""
+    """The items of a dict in order; an ``OrderedDict`` does not have the order of its base dict."""
     is_ordered = isinstance(x, collections.OrderedDict)
     return collections.OrderedDict.items(x) if is_ordered else dict.items(x)
 
 
 def _proxied(x: Any) -> Any:
-    """What a `weakref.proxy` stands for; ``None`` if that is gone."""
+    """The object that a `weakref.proxy` stands for; ``None`` if it is dead."""
     try:
         return x.__init__.__self__
     except ReferenceError:
@@ -667,7 +674,7 @@ def _proxied(x: Any) -> Any:
 
 
 def _objects_in(x: Any) -> Any:
-    """The objects in an array, as identities."""
+    """The ids of the objects in an array."""
     return (*map(id, x.ravel().tolist()),)
 
 
@@ -688,7 +695,7 @@ _DEFAULTS = operator.attrgetter("__defaults__")
 _KWDEFAULTS = operator.attrgetter("__kwdefaults__")
 _CELL = operator.attrgetter("cell_contents")
 CELL, CODE = _CELL, _CODE
-_MRO: Any = vars(type)["__mro__"].__get__  # of no metaclass
+_MRO: Any = vars(type)["__mro__"].__get__  # a metaclass may define another ``__mro__``
 
 
 def read(place: Place) -> Any:

@@ -1,10 +1,11 @@
-"""What a function reads in addition to its arguments, for `to_jax`, plans and `functx.memory`.
+"""Finds what a function reads besides its arguments, for `to_jax`, plans and `functx.memory`.
 
-`functx.jit` has a search of its own (`search`), whose guards a call checks.
+`functx.jit` does not use this module: its own search (`search`) also leaves guards for later calls.
 
-Looked into are cells of functions, globals that their code names, defaults, partials, methods,
-modules, and what holds any of these. Tensors are inputs of the graph; plain values and small arrays
-count by value, other objects by identity. What is not reached so is a constant of the graph.
+The walk follows cells of functions, globals that their code names, defaults, partials, methods,
+modules, and containers and objects that hold such things. Tensors become inputs of the graph.
+Plain values and small arrays are compared by value, other objects by identity. Anything that the
+walk does not reach is a constant of the graph.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ from functx._core import (
     variables,
 )
 
-_SMALL = 4096  # bytes of an array whose values count
+_SMALL = 4096  # bytes; larger arrays are compared by identity
 _BUILT_IN = {list, tuple, dict, OrderedDict, set, frozenset}
 
 
 class State:
-    """The tensors that a function reads, each once, and what else of it belongs to a signature."""
+    """The tensors that a function reads, each once, and the key of everything else it reads."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.tensors: list[Tensor] = []
         self.key: list[Any] = []
-        self.known: list[Any] = []  # by identity: a key holds as long as these live
-        self.held: list[Any] = []  # all that was looked at
+        # Objects that the key has by id. They must stay alive: Python reuses ids of dead objects.
+        self.known: list[Any] = []
+        self.held: list[Any] = []  # all objects that the walk visited
         seen: dict[int, int] = {}
         todo = [*roots][::-1]
         while todo:
@@ -68,7 +70,7 @@ class State:
             todo += reversed(inside or ())
 
     def differs_from(self, other: State) -> bool:
-        """Whether something has changed since the other one."""
+        """Whether anything differs between two walks."""
         ids = [[id(t) for t in state.tensors] for state in (self, other)]
         return self.key != other.key or ids[0] != ids[1]
 
@@ -76,16 +78,16 @@ class State:
 def refuse_second_trace(
     error: BaseException, name: str, why: str, kind: type[Exception] = TracingError
 ) -> None:
-    """Raise where a trace that has failed left objects changed: another one would begin there."""
+    """Raise if a failed trace left objects changed: a second trace would start from the changes."""
     if getattr(error, "functx_changed", False):
         raise kind(
-            f"{name} is traced once more, as {why}, and the first run has changed what it reads "
-            "(a list, a counter, a flag). Keep that in local variables."
+            f"{name} is traced once more, because {why}, but the first run has changed something "
+            "that it reads (a list, a counter, a flag). Keep that in local variables."
         ) from error
 
 
 def _inside(x: Any) -> Sequence[Any] | None:
-    """What is looked at of an object; ``None`` where it is known by identity."""
+    """The parts of an object that the walk visits; ``None`` if identity stands for the object."""
     kind: Any = type(x)
     if issubclass(kind, Tensor):
         return ()
@@ -101,7 +103,7 @@ def _inside(x: Any) -> Sequence[Any] | None:
         return _contents(x)
     if kind.__name__ == "ndarray" and kind.__module__ == "numpy" and x.nbytes <= _SMALL:
         return id(x), x.tobytes(), x.shape, str(x.dtype)
-    if issubclass(kind, dict):  # but not what functx knows of a function, in `Cache` say
+    if issubclass(kind, dict):  # but not functx's own notes about a function, such as `Cache`
         return () if kind.__module__.startswith("functx.") else _contents(x)
     if issubclass(kind, (type, types.ModuleType, Logger)) or (found := attributes(x)) is None:
         return None
@@ -109,10 +111,11 @@ def _inside(x: Any) -> Sequence[Any] | None:
     # modules. As inputs of the graph these would get their gradients after FSDP has reduced them.
     if kind.__module__.startswith("torch.distributed.") and not is_of(x, torch.nn.Module):
         return None
-    # No hooks; nor the parameters that a recurrent layer notes, anew at each call.
+    # Skip empty dicts of hooks, and the list of parameters that a recurrent layer rebuilds at each
+    # call: neither is state that the function depends on.
     try:
         names = " ".join(found)
-    except TypeError:  # a key that is not a str can't be read as an attribute
+    except TypeError:  # code can't read a key that is not a str as an attribute
         found = {n: v for n, v in found.items() if type(n) is str}
         names = " ".join(found)
     values: list[Any] = [names]
@@ -124,7 +127,7 @@ def _inside(x: Any) -> Sequence[Any] | None:
 
 
 def _contents(x: Any) -> tuple[Any, ...]:
-    """The items of a container; those of a derived class are followed by its attributes."""
+    """The items of a container, and for a derived class also its attributes."""
     inside = contents(x) or ()
     if type(x) in _BUILT_IN:
         return inside
@@ -133,12 +136,13 @@ def _contents(x: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def leaving_nothing(roots: Iterable[Any]) -> Iterator[None]:
-    """Around a function that is traced: refuse that what it reads holds tensors of the trace.
+    """Around a traced function: raise if objects that it reads hold tensors of the trace later.
 
-    Modules that it reads are left as they were.
+    Modules that it reads are restored.
 
     Raises:
-        TracingError: it does, or ``.grad`` has been set, which is put back.
+        TracingError: an object holds a tensor of the trace, or the function has set ``.grad``,
+            which is restored.
     """
     if not _torch.tracing():  # in eager
         yield
@@ -149,7 +153,7 @@ def leaving_nothing(roots: Iterable[Any]) -> Iterator[None]:
 
 
 def kept_by(state: State) -> KeptByModules:
-    """What the modules among all that has been looked at keep (see NOTE [intact])."""
+    """A note of the contents of all visited modules (see NOTE [intact])."""
     return KeptByModules(state.held, state.tensors, lambda objects: State(objects).tensors)
 
 
@@ -160,7 +164,7 @@ def _leaving_nothing(roots: Iterable[Any], before: State) -> Iterator[None]:
     hook = register_optimizer_step_pre_hook(_refuse_step)
     try:
         yield
-    except BaseException as error:  # perhaps it is traced again
+    except BaseException as error:  # a caller may trace again; see `refuse_second_trace`
         kept.put_back()
         error.functx_changed = State(roots).differs_from(before)  # type: ignore[attr-defined]
         raise
@@ -172,9 +176,9 @@ def _leaving_nothing(roots: Iterable[Any], before: State) -> Iterator[None]:
     try:
         if changed:
             raise TracingError(
-                "functx.jit: the function sets .grad of a tensor that it reads, by .backward() or "
-                "zero_grad() say, which a graph can't. Take gradients by functx.grad or "
-                "torch.autograd.grad, or call these outside."
+                "functx.jit: the function sets .grad of a tensor that it reads, for example by "
+                ".backward() or zero_grad(). A graph can't do that. Take gradients by functx.grad "
+                "or torch.autograd.grad, or call these methods outside."
             )
         after = State(roots)
         refuse_traced(after.tensors, after.held)
@@ -183,29 +187,30 @@ def _leaving_nothing(roots: Iterable[Any], before: State) -> Iterator[None]:
 
 
 def _refuse_step(optimizer: Any, *_: Any) -> None:
-    """Before an optimizer's step, of any thread."""
+    """Runs before each optimizer step of the process, in any thread."""
     if _torch.tracing():
         raise TracingError(
-            f"functx.jit: the function calls {name_of(optimizer)}.step(), which reads .grad, and "
-            "keeps its state, outside of the graph. Call it outside, or compute the update."
+            f"functx.jit: the function calls {name_of(optimizer)}.step(), which reads .grad and "
+            "keeps its state outside of the graph. Call step() outside, or compute the update in "
+            "the function."
         )
 
 
 def refuse_traced(tensors: Iterable[Tensor], held: Sequence[Any] = ()) -> None:
-    """Raise where one is of a trace, this one or an earlier one; ``held`` is what may hold it."""
+    """Raise if a tensor belongs to this or an earlier trace; the error names its holder."""
     for t in filter(is_traced, tensors):
         raise TracingError(
             f"functx.jit: a tensor that the function makes, {t.dtype} of shape {(*t.shape,)}, "
-            f"is kept{_owner(t, held)}, where it has no values. Return it; or, if it is a "
-            "table that a first call fills: clear that, and call the function once before, in "
-            "eager. Take torch.nn.utils.parametrizations in place of the weight_norm and "
-            "spectral_norm of torch.nn.utils."
+            f"is kept{_owner(t, held)}, but a tensor of a trace has no values. Return it; or, if "
+            "it is in a table that a first call fills: clear that, and call the function once "
+            "before, in eager. Use weight_norm and spectral_norm of "
+            "torch.nn.utils.parametrizations in place of those of torch.nn.utils."
         )
 
 
 def _owner(x: Any, held: Sequence[Any]) -> str:
-    """What holds it, containers aside."""
-    for _ in range(9):  # of cycles, too
+    """Words for the object that holds ``x``, skipping containers."""
+    for _ in range(9):  # a limit, since containers may hold each other in a cycle
         x = next((h for h in held if any(v is x for v in _inside(h) or ())), x)
         if not is_of(x, (Tensor, dict, list, tuple, set)):
             return f" by {name_of(x)}"

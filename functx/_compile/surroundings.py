@@ -1,4 +1,4 @@
-"""What is around a call, and what its tensors are, as far as a graph depends on it (J5)."""
+"""Describes the modes and flags around a call, and its tensors: a graph depends on both (J5)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _getters = _torch.QUICK + _torch.BACKENDS
 
 
 def around() -> str | None:
-    """The mode or hook around a call that makes it run in eager, since a graph hides operations."""
+    """The mode or hook around a call, if any, that must see each operation: the call runs in eager.
+
+    A graph would hide the operations from it.
+    """
     if _torch.function_depth():
         for i in range(_torch.function_depth()):
             mode = _torch.function_mode_at(i)
@@ -42,7 +45,7 @@ def _is_known(mode: Any) -> bool:
 
 
 def surroundings() -> tuple[Any, ...]:
-    """What is set now, that a graph depends on: two calls with equal ones may share a graph."""
+    """The modes, defaults and flags that a graph depends on. If equal, calls may share a graph."""
     casts = device = norms = None
     if _torch.any_autocast():
         enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -54,7 +57,10 @@ def surroundings() -> tuple[Any, ...]:
 
 
 def described(t: Tensor, sized: bool) -> tuple[Any, ...]:
-    """All of a tensor that a graph depends on, except values; with sizes if the graph has them."""
+    """Everything about a tensor that a graph depends on, except its values.
+
+    With ``sized``, shape and strides are included; otherwise sizes are symbols of the graph.
+    """
     kind = (type(t), t.dtype, t.device, t.layout, t.is_conj(), t.is_neg(), t.is_inference())
     if not sized or t.layout is not torch.strided:
         return (*kind, t.dim() if not sized else t.shape)
@@ -62,7 +68,7 @@ def described(t: Tensor, sized: bool) -> tuple[Any, ...]:
 
 
 def alike(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """For each tensor the first place at which the same one is given."""
+    """For each tensor the index of the first occurrence of the same tensor."""
     first: dict[int, int] = {}
     return tuple([first.setdefault(id(t), i) for i, t in enumerate(tensors)])
 

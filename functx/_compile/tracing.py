@@ -1,10 +1,10 @@
 """Traces a function into a plain graph of ATen operations, cut between forward and backward.
 
-Regions are traced as they run, so each recomputes in the graph where it does in eager. Tensors that
-the function reads otherwise than through its arguments are constants to the tracer; here they
-become inputs. The joint of a forward and its pullback is cut where the pullback begins: what the
-second part reads of the first one is saved, so that it is what regions keep. Views are not saved
-but made again.
+Regions are traced as they run, so each region recomputes at the same place as in eager.
+To the tracer, tensors that the function captures are constants; this module makes them inputs. The
+graph of a forward and its pullback is cut where the pullback begins. The values that the second
+part reads from the first are saved, so exactly the values that regions keep are saved. Views are
+made again from their bases rather than saved.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from functx._remat import operator_of, unseen
 from functx._torch import compiler, graphs
 
 aten = torch.ops.aten
-_SAME = {aten.alias.default, aten.detach.default}  # do nothing to a value below all transforms
+_SAME = {aten.alias.default, aten.detach.default}  # identities, once all transforms are applied
 
 
 @dataclass
 class Traced:
-    """A graph whose inputs are arguments, and then constants; in it nodes stand for cotangents."""
+    """A graph whose inputs are the arguments, then the constants.
+
+    Placeholder nodes inside of it (``cotangents``) stand for the cotangents of results.
+    """
 
     root: torch.nn.Module
     graph: fx.Graph
@@ -39,20 +42,20 @@ class Traced:
     cotangents: Sequence[fx.Node] = ()
 
     def module(self) -> fx.GraphModule:
-        """What runs it."""
+        """A module that runs the graph; ``root`` has its generators and nested graphs."""
         self.graph.eliminate_dead_code(graphs.acts)
-        return fx.GraphModule(self.root, self.graph)  # (generators, graphs inside of it)
+        return fx.GraphModule(self.root, self.graph)
 
     def draws(self) -> bool:
-        """Whether random numbers are drawn."""
+        """Whether the graph draws random numbers."""
         calls = [n for n in self.graph.nodes if isinstance(n.target, _torch.OpOverload)]
         known = [(operator_of(n.target), n.args) for n in calls]
         return any(op.draws and not op.draws_nothing(args) for op, args in known)
 
     def keep_draws(self) -> int:
-        """Let the graph return random numbers that nothing reads; returns how many.
+        """Make the graph also return random numbers that no node reads; returns how many.
 
-        A compiler would not draw them, and the generator would not advance.
+        A compiler would remove these draws, and the generator would not advance as in eager.
         """
         *nodes, output = self.graph.nodes
         written = [nodes[i] for i in self.written()]
@@ -73,7 +76,10 @@ class Traced:
         return len(draws)
 
     def written(self, hidden: bool = True) -> list[int]:
-        """The inputs whose memory is written, by number; as far as schemas say, if not hidden."""
+        """The numbers of the inputs whose memory the graph writes.
+
+        With ``hidden=False``, only writes that the schemas of operators declare count.
+        """
         memory, written = dict[fx.Node, fx.Node](), set[fx.Node]()
         for node in self.graph.nodes:
             base = base_of(node)
@@ -84,36 +90,37 @@ class Traced:
         return [i for i, node in enumerate(inputs) if node in written]
 
     def cotangents_read(self, n: int) -> list[int]:
-        """For each result, which of the last ``n`` inputs it depends on, as bits."""
+        """For each result a bit mask of those of the last ``n`` inputs that it depends on."""
         inputs = self.graph.find_nodes(op="placeholder")
         first = len(inputs) - n
         bits = {node: 1 << (i - first) if i >= first else 0 for i, node in enumerate(inputs)}
         for node in self.graph.nodes:
             if node not in bits:
                 bits[node] = functools.reduce(operator.or_, map(bits.get, node.all_input_nodes), 0)
-            for written in written_by(node):  # and what is written to
+            for written in written_by(node):  # a tensor that is written depends on them too
                 bits[written] |= bits[node]
         *_, output = self.graph.nodes
         return [bits.get(node, 0) for node in output.args[0]]
 
     def root_of(self, node: fx.Node) -> fx.Node:
-        """The node whose memory a node gives a view of."""
+        """The node that allocated the memory in which the result of ``node`` lies."""
         while (base := base_of(node)) is not None:
             node = base
         return node
 
     def examples(self) -> list[Any]:
-        """Fake inputs."""
+        """The fake inputs with which the graph was traced."""
         return [n.meta["val"] for n in self.graph.nodes if n.op == "placeholder"]
 
 
 def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: bool) -> Traced:
-    """The graph of ``f``, for other sizes too, if dynamic.
+    """The graph of ``f``; with ``dynamic``, sizes are symbols.
 
-    ``f`` is given, before ``args``, a function that gives a contiguous cotangent of a result.
+    ``f`` is called with a function before ``args``. That function returns a contiguous cotangent
+    for a result.
 
     Raises:
-        TracingError: the function reads values of tensors in Python.
+        TracingError: the function reads the value of a tensor in Python.
     """
     cotangents = list[fx.Node]()
 
@@ -130,7 +137,7 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
         without_saved_tensor_hooks(),
         _torch.without_dispatch_modes(),
         compiler.compiling(),
-        torch.autograd.set_detect_anomaly(False),  # which reads values; autograd looks at results
+        torch.autograd.set_detect_anomaly(False),  # it reads values; it checks the call's results
     ):
         try:
             given = [t.detach() for t in args]
@@ -140,8 +147,8 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
                 raise
             raise TracingError(
                 f"functx.jit: at {line_now(error)}{module_of(error)} the function reads the "
-                f"value of a tensor in Python ({error}), which a graph can't (J4). Compute with "
-                "the tensor (torch.where, masks), or pass the value as an argument that is no "
+                f"value of a tensor in Python ({error}). A graph can't do that (J4). Compute with "
+                "the tensor (torch.where, masks), or pass the value as an argument that is not a "
                 "tensor."
             ) from error
     for node in cotangents:
@@ -157,7 +164,7 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
 
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """Without the hooks around a call: these are for what the compiled call saves (J5)."""
+    """Without the saved-tensor hooks around a call: they get what the compiled call saves (J5)."""
     found = []
     while (hooks := _torch.top_saved_tensor_hooks(True)) is not None:
         found.append(hooks)
@@ -170,7 +177,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 
 def _lift(module: fx.GraphModule) -> list[Tensor]:
-    """Make the constants of a graph inputs."""
+    """Turn the constants of a graph into inputs; returns their values."""
     graph, constants, made = module.graph, list[Tensor](), dict[int, fx.Node]()
     first = next(n for n in graph.nodes if n.op != "placeholder")
     for node in graph.find_nodes(op="get_attr"):
@@ -187,7 +194,10 @@ def _lift(module: fx.GraphModule) -> list[Tensor]:
 
 
 def _refuse_writes_to_arrays(graph: fx.Graph, constants: Sequence[Tensor]) -> None:
-    """Refuse writes to memory of NumPy's: the graph has a copy of what `from_numpy` gives."""
+    """Refuse writes to the memory of NumPy arrays.
+
+    The tracer copies the result of `from_numpy`, so the graph would write to the copy only.
+    """
     inputs = graph.find_nodes(op="placeholder")
     values = dict(zip(inputs[len(inputs) - len(constants) :], constants))
     copies = set[fx.Node]()
@@ -201,34 +211,34 @@ def _refuse_writes_to_arrays(graph: fx.Graph, constants: Sequence[Tensor]) -> No
         if not copies.isdisjoint(written_by(node)):
             raise TracingError(
                 "functx.jit: the function writes to the memory of an array, by torch.from_numpy or "
-                "torch.as_tensor, which a graph can't (J4). Make the tensor outside, and pass or "
-                "capture it."
+                "torch.as_tensor. A graph can't do that (J4). Make the tensor outside the "
+                "function, and pass or capture it."
             )
 
 
 def _clean(graph: fx.Graph) -> None:
-    """Put in place of some operations what compilers know, and compute alike."""
+    """Replace some operations by equivalent ones that compilers know."""
     for node in reversed(graph.nodes):
         if node.target in _SAME and not any(map(_changes_layout, node.users)):
             node.replace_all_uses_with(node.args[0])
-        elif getattr(node.target, "namespace", "") == "profiler":  # does nothing to a value
+        elif getattr(node.target, "namespace", "") == "profiler":  # only marks a range of time
             graph.erase_node(node)
         elif _is_of_training(node):
-            # In training no running statistics are read. Saved, they would be changed by the next
-            # forward before this backward.
+            # In training the backward does not read the running statistics. If they were saved for
+            # it, the next forward would change them before the backward runs: a version error.
             node.args = (*node.args[:3], None, None, *node.args[5:])
         elif node.target is aten._new_zeros_with_same_feature_meta.default:
             value = node.meta["val"]
-            if 0 in value.stride():  # written next, and like an expanded tensor
+            if 0 in value.stride():  # strides of an expanded tensor, but it is written next
                 node.target = aten.new_zeros.default
                 node.args, node.kwargs = (node.args[0], [*value.shape]), {}
 
 
 def _take_sizes_from_inputs(graph: fx.Graph) -> None:
-    """Read a size from inputs where one has it, or their sizes give it.
+    """Read each size from an input, or compute it from sizes of inputs.
 
-    The tracer reads it from the first tensor that had it. If that is the result of a region's
-    product, the product would run, and its result be kept, for its size alone.
+    The tracer reads a size from the first tensor that had it. If that is the result of a product in
+    a region, the graph would compute the product and keep its result only to read the size.
     """
     of_inputs = {
         n.node.expr: (node, i, n)
@@ -238,7 +248,7 @@ def _take_sizes_from_inputs(graph: fx.Graph) -> None:
         if isinstance(n, torch.SymInt)
     }
     first = next(n for n in graph.nodes if n.op != "placeholder")
-    known = dict[Any, fx.Node]()  # by expression, what computes it from inputs alone
+    known = dict[Any, fx.Node]()  # by expression, the node that computes it from inputs only
     computed = set[fx.Node]()  # the same nodes
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -268,16 +278,16 @@ def _is_of_training(node: fx.Node) -> bool:
 
 
 def _changes_layout(node: fx.Node) -> bool:
-    """Whether a node changes what a tensor is, in place, which its aliases do not see."""
+    """Whether a node changes the shape or strides of a tensor in place, but not of its aliases."""
     return torch.Tag.inplace_view in getattr(node.target, "tags", ())
 
 
 def cut(traced: Traced, n_results: int) -> tuple[Traced, list[int], int]:
-    """Cut the backward off, so that the forward also returns what is saved, sizes last.
+    """Cut the backward off. The forward then also returns the values to save, sizes last.
 
     Returns:
-        The backward, which is given inputs of the forward, what is saved, and cotangents; the
-        numbers of these inputs; and how many sizes are saved.
+        The backward graph, whose inputs are some inputs of the forward, the saved values and the
+        cotangents; the numbers of those inputs of the forward; and the number of saved sizes.
     """
     *nodes, output = traced.graph.nodes
     results, gradients = output.args[0][:n_results], output.args[0][n_results:]
@@ -286,7 +296,7 @@ def cut(traced: Traced, n_results: int) -> tuple[Traced, list[int], int]:
     todo = [n for n in gradients if isinstance(n, fx.Node)]
     todo += [n for node in later for n in node.all_input_nodes]
     known, given = {*later}, dict[fx.Node, None]()
-    for node in todo:  # which grows
+    for node in todo:  # the loop appends to this list
         if _is_view(node) and node not in known:
             todo += node.all_input_nodes
         elif node not in known:
@@ -316,7 +326,7 @@ def cut(traced: Traced, n_results: int) -> tuple[Traced, list[int], int]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node gives memory of its operand's, and writes nothing."""
+    """Whether the result of a node is a view of its operand, and the node writes nothing."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable or len(schema.returns) != 1:
         return False
@@ -324,7 +334,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def base_of(node: fx.Node) -> fx.Node | None:
-    """What a node gives a part of, or a view, or has written."""
+    """The node in whose memory the result lies: it is a part, a view, or was written in place."""
     if node.target in (operator.getitem, torch.ops.aten._unsafe_view.default):
         return node.args[0]  # type: ignore[return-value]
     schema = getattr(node.target, "_schema", None)

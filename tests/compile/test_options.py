@@ -35,10 +35,10 @@ def test_options_go_to_the_compiler_beside_those_of_functx(monkeypatch):
         ({"mode": "fast"}, r"mode is 'fast', expected one of \('default'"),
         ({"mode": "reduce-overhead"}, "CUDA graphs are not supported.*no-cudagraphs"),
         ({"options": {"triton.cudagraphs": True}}, "CUDA graphs are not supported"),
-        ({"options": {"fallback_random": False}}, "fallback_random has to be True"),
+        ({"options": {"fallback_random": False}}, "fallback_random must be True"),
         ({"options": {"no_such": 1}}, r"no option 'no_such'.*list_options"),
         ({"mode": "default", "options": {}}, "not both"),
-        ({"mode": "default", "backend": "aot_eager"}, "for the backend inductor alone"),
+        ({"mode": "default", "backend": "aot_eager"}, "for the backend inductor only"),
     ],
 )
 def test_what_can_not_be_asked_for_is_an_error_at_once(options, words):

@@ -83,7 +83,7 @@ def test_what_else_a_function_does_to_objects_is_done_in_eager_at_each_call(monk
     seen, traced = [], []
     f = lambda x: (seen.append(len(x)), x.sin())[1]
     jitted = functx.jit(f, backend=lambda m, _: traced.append(m) or m)
-    with pytest.warns(RuntimeWarning, match=r"runs in eager, as it changes the items"):
+    with pytest.warns(RuntimeWarning, match=r"runs in eager, because it changes the items"):
         assert_same(jitted(X), X.sin())
     assert_same(jitted(X), X.sin())
     assert seen == [3, 3]
@@ -159,7 +159,7 @@ def test_a_second_trace_does_not_begin_where_the_first_one_ended(monkeypatch):
         return out
 
     jitted = functx.jit(f, backend=as_traced, dynamic=True)
-    with pytest.warns(RuntimeWarning, match="one graph for all sizes is not to be had"):
+    with pytest.warns(RuntimeWarning, match="one graph can't serve all sizes here"):
         found = jitted(torch.ones(4, 3))
     assert {*found.unique().tolist()} <= {0.0, 2.0}
 
@@ -185,7 +185,7 @@ def test_gradients_of_a_tensor_and_of_one_computed_of_it_are_not_mixed():
         f = lambda x, h=h: h.sum() + (2 * w + x).sum()
         of_w = [torch.autograd.grad(g(X), w, retain_graph=True)[0] for g in (jit(f), f)]
         assert_same(*of_w)
-        with pytest.raises(functx.TracingError, match="computed of it outside"):
+        with pytest.raises(functx.TracingError, match="computed from it outside"):
             jit(lambda x, h=h: Dot.apply(w, h) + x)(X)  # which no function mode is shown
     h = w + 1
     (got,) = torch.autograd.grad(jit(lambda h: (h + 2 * w).sum())(h), w)
@@ -347,7 +347,7 @@ def test_a_function_that_is_traced_at_every_call_warns_of_what_changes():
     for steps in range(2):
         assert_same(jitted(X), X * 2 + steps)
         owner.steps += 1
-    said = r"third time, as steps of SimpleNamespace changes \(0, then 1, then 2\)\. Give a tensor"
+    said = r"because steps of SimpleNamespace changes \(0, then 1, then 2\)\. Use a tensor"
     with pytest.warns(RuntimeWarning, match=said):
         assert_same(jitted(X), X * 2 + 2)
     owner.steps += 1

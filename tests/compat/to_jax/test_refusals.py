@@ -187,7 +187,7 @@ def test_a_tensor_left_in_a_list_is_refused(asks):
         kept.append(x.detach())
         return x if asks and x.requires_grad else x.sin()
 
-    with pytest.raises(LoweringError, match="has changed what it reads" if asks else "is kept"):
+    with pytest.raises(LoweringError, match="has changed something" if asks else "is kept"):
         to_jax(f)(jnp.ones(3))
     with pytest.raises(AssertionError, match="FakeTensor"):
         torch.ones(3) * kept[1]

@@ -502,7 +502,7 @@ def defaultdict_state(jit):
     return [*r, dict(d)]
 
 
-@in_eager("runs in eager, as it changes")
+@in_eager("runs in eager, because it changes")
 def counter_class(jit):
     c = collections.Counter()
 
@@ -591,7 +591,7 @@ def cell_in_nested_function(jit):
     return r
 
 
-@in_eager("runs in eager, as it changes")
+@in_eager("runs in eager, because it changes")
 def nonlocal_counter(jit):
     n = 0
 
@@ -604,7 +604,7 @@ def nonlocal_counter(jit):
     return [f(values(3)), f(values(3)), n]
 
 
-@in_eager("runs in eager, as it changes")
+@in_eager("runs in eager, because it changes")
 def function_attr_counter(jit):
 
     def g(x):
@@ -616,7 +616,7 @@ def function_attr_counter(jit):
     return [f(values(3)), f(values(3)), g.calls]
 
 
-@in_eager("runs in eager, as it changes")
+@in_eager("runs in eager, because it changes")
 def class_counter(jit):
 
     class A:
@@ -630,7 +630,7 @@ def class_counter(jit):
     return [f(values(3)), f(values(3)), A.n]
 
 
-@in_eager("runs in eager, as it changes")
+@in_eager("runs in eager, because it changes")
 def slot_counter(jit):
 
     class A:
@@ -646,7 +646,7 @@ def slot_counter(jit):
     return [f(values(3)), f(values(3)), a.n]
 
 
-@in_eager("runs in eager, as it changes")
+@in_eager("runs in eager, because it changes")
 def warmup_schedule(jit):
 
     class M(nn.Module):
@@ -957,7 +957,7 @@ def module_dict_arg(jit):
     return r
 
 
-@in_eager("runs in eager, as it changes")
+@in_eager("runs in eager, because it changes")
 def object_arg_mutated_plain(jit):
 
     class S:

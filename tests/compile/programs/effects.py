@@ -252,7 +252,7 @@ def captured_deepcopy(jit):
     return [t.detach() for t in r]
 
 
-@refused("returns an object that is no pytree")
+@refused("returns an object that is not a pytree")
 def returns_object(jit):
 
     class O:
@@ -267,7 +267,7 @@ def returns_object(jit):
     return [f(values(3)).y]
 
 
-@refused("returns an object that is no pytree")
+@refused("returns an object that is not a pytree")
 def returns_dataclass(jit):
 
     @dataclasses.dataclass
@@ -278,7 +278,7 @@ def returns_dataclass(jit):
     return [f(values(3)).y, f(values(3, start=1)).y]
 
 
-@refused("returns an object that is no pytree")
+@refused("returns an object that is not a pytree")
 def returns_closure(jit):
     f = jit(lambda x: lambda: x.sin())
     return [f(values(3))()]
@@ -309,7 +309,7 @@ def returns_captured_object(jit):
     return r
 
 
-@in_eager("runs in eager, as it changes")
+@in_eager("runs in eager, because it changes")
 def counter_in_forward(jit):
 
     class M(nn.Module):
@@ -326,7 +326,7 @@ def counter_in_forward(jit):
     return [f(values(3)), f(values(3)), f(values(3)), m.n]
 
 
-@in_eager("runs in eager, as it changes")
+@in_eager("runs in eager, because it changes")
 def global_counter(jit):
     global COUNT
     COUNT = 0
@@ -340,7 +340,7 @@ def global_counter(jit):
     return [f(values(3)), f(values(3)), COUNT]
 
 
-@in_eager("runs in eager, as it changes")
+@in_eager("runs in eager, because it changes")
 def log_list(jit):
     log = []
     f = jit(lambda x: (log.append(len(x)), x.sin())[1])
@@ -371,7 +371,7 @@ def attr_tensor(jit):
     return [o.last]
 
 
-@in_eager("runs in eager, as it changes")
+@in_eager("runs in eager, because it changes")
 def swap_attrs(jit):
     o = types.SimpleNamespace(a=values(3), b=values(3, start=3))
 

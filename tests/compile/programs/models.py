@@ -425,7 +425,7 @@ def weak_model_registry(jit):
     return r
 
 
-@in_eager("runs in eager, as it changes")
+@in_eager("runs in eager, because it changes")
 def property_setter_effect(jit):
 
     class A:

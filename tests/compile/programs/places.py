@@ -471,7 +471,7 @@ def state_after_an_error_of_the_function(jit):
     return out
 
 
-@in_eager("as torch can't trace it: ValueError: Cannot view a tensor")
+@in_eager("because torch can't trace it: ValueError: Cannot view a tensor")
 def a_kernel_of_other_strides_than_its_description(jit):
     norm = torch.nn.BatchNorm1d(3).double()
     f = jit(lambda x: norm(x).view(-1))

@@ -111,7 +111,7 @@ def replay_sampling(jit):
     return r
 
 
-@in_eager("runs in eager, as it changes")
+@in_eager("runs in eager, because it changes")
 def replay_add_jitted(jit):
 
     class Buf:
@@ -567,7 +567,7 @@ def decorator_closure(jit):
     return r
 
 
-@in_eager("runs in eager, as it changes")
+@in_eager("runs in eager, because it changes")
 def singledispatch_fn(jit):
 
     @functools.singledispatch

@@ -232,7 +232,7 @@ def dispatch_mode(jit):
     return r + n
 
 
-@in_eager("runs in eager inside of vmap")
+@in_eager("runs in eager inside vmap")
 def vmap_around(jit):
     f = jit(lambda x: x.sin().sum())
     return [functx.vmap(f)(values(3, 2))]
@@ -296,13 +296,13 @@ def grad_grad_around(jit):
     return [functx.grad(lambda x: g(x).sin().sum())(values(3, start=i)) for i in range(2)]
 
 
-@in_eager("runs in eager inside of vmap")
+@in_eager("runs in eager inside vmap")
 def hessian_around(jit):
     f = jit(lambda x: x.sin().prod())
     return [functx.hessian(f)(values(3))]
 
 
-@in_eager("runs in eager inside of vmap")
+@in_eager("runs in eager inside vmap")
 def jacrev_around(jit):
     w = values(3)
     f = jit(lambda x: x.sin() * w)
