@@ -352,7 +352,7 @@ class Captures(Listener):
             raise departures.refused(
                 f"{self.region.title} changes requires_grad or data of a tensor that it did "
                 f"not make, of shape {tuple(t.shape)}. Do it outside of the region. If a hook does "
-                "it, make a smaller region that the hook is not part of. A tensor that does not "
+                "it, put the region inside the module that has the hook. A tensor that does not "
                 "require grad can be written with copy_(). (A region can call requires_grad_() on "
                 "a leaf that it closes over.)"
             )
