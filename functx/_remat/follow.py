@@ -236,6 +236,8 @@ class Follower(TorchFunctionMode, Listening):
                 if t.shape != shape or t.dtype is not dtype:
                     break
                 if number < 0:
+                    if -1 - number >= len(self.standins):
+                        break
                     standin = self.standins[-1 - number]
                     memory = _torch.storage_of(levels.base_of(standin))
                     if t is not standin and _torch.storage_of(levels.base_of(t)) != memory:

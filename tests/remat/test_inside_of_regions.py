@@ -10,6 +10,8 @@ from torch.nn.functional import linear
 import functx
 from functx import checkpoint_policies as cp
 
+from .programs import STACKS, identity, same
+
 X, Y = numbers(3), numbers(3, 3)
 
 
@@ -85,3 +87,24 @@ def test_what_a_region_around_keeps_is_handed_to_the_operation_that_made_it():
         return out, torch.autograd.grad(total, [leaf, weight, bias])
 
     torch.testing.assert_close(jacobian(functx.remat), jacobian(lambda f, policy: f))
+
+
+@pytest.mark.parametrize("stack", ["backward", "grad", "vmap(grad)", "grad(grad)"])
+def test_a_transform_in_a_nest_may_hand_a_captured_tensor_through(stack):
+    """It becomes an input where it is returned, in the replay of the region around as well."""
+
+    def loss(remat):
+        def of_weight(w):
+            def inner(x):
+                return functx.vmap(lambda a: w * 1, out_dims=None)(x), x.sin()
+
+            def same_one(x):
+                return functx.vmap(lambda a: w, out_dims=None)(x) * x.sin()
+
+            whole = remat(lambda x: remat(same_one)(x).sum() + (inner(x)[0] * inner(x)[1]).sum())
+            return whole(w * 2)
+
+        return of_weight
+
+    for _ in range(3):
+        same(STACKS[stack](loss(functx.remat), X.clone()), STACKS[stack](loss(identity), X.clone()))
