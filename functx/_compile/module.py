@@ -18,6 +18,9 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from functx._core import TracingError
+from functx._remat import sharding
+
 _OWN_FORWARD = "_functx_forward_of_jit"
 # A slot of modules that `functx.remat` has made. It is not in ``__dict__``: `_instance` copies it.
 _OF_REGIONS = "_functx_options"
@@ -53,6 +56,7 @@ def _derived(original: Any, jit: Jit) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         module, jitted = _found(self, original)
         if jitted is None:
+            sharding.refuse_to_trace(module, "functx.jit", TracingError)
             own, cls = self.__dict__.get(_OWN_FORWARD), type(module)
             cls = original if module is self else cls
             jitted = jit(MethodType(cls.forward, module) if own is None else own)

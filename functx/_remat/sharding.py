@@ -118,6 +118,12 @@ def _swapped(api: str, name: str, kind: str) -> RuntimeError:
     )
 
 
+def refuse_to_trace(module: nn.Module, api: str, error: Any) -> None:
+    """Raise ``error`` if ``module`` is sharded itself; a `Watch` sees the modules that it calls."""
+    if classes := sharding.fsdp_classes():
+        Watch(api, classes, error).check(module)
+
+
 class Watch:
     """A context for user code that functx runs. It refuses sharded modules that would be wrong.
 
@@ -152,6 +158,10 @@ class Watch:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         """Check a module before any other hook of it runs."""
+        self.check(module)
+
+    def check(self, module: nn.Module) -> None:
+        """Raise an error if a module is sharded and would be wrong here."""
         if not self._is_sharded(module):
             return
         is_fsdp1 = isinstance(module, self.fsdp1)

@@ -159,7 +159,7 @@ def test_transforms_run_in_eager_and_a_warning_names_jit(library, kind, alone):
     expected = functx.vmap(functx.grad(chain(lambda f: f)))
     expected = expected(X) if alone else expected(2 * X).sin() + X
     fast = compiled(step)
-    with pytest.warns(RuntimeWarning, match=r"eager; functx\.jit") as caught:
+    with pytest.warns(RuntimeWarning, match=r"in eager.*functx\.jit") as caught:
         assert_same(fast(X), expected, eps=8)
     assert {w.filename for w in caught} == {__file__}
     torch._dynamo.reset()
@@ -205,7 +205,7 @@ def test_a_full_graph_is_refused_by_name():
 @pytest.mark.parametrize("export", [torch.export.export, torch.jit.trace])
 def test_what_is_exported_has_no_regions_and_a_warning_says_so(export):
     net = functx.remat(nn.Sequential(nn.Linear(4, 4).double(), nn.Tanh()))
-    with pytest.warns(RuntimeWarning, match="has none"):
+    with pytest.warns(RuntimeWarning, match="drop regions"):
         exported = export(net, (X,))
     again = exported.module() if export is torch.export.export else exported
     assert_same(again(X), net(X), eps=4)
