@@ -639,8 +639,8 @@ class ForwardFollower(Follower):
             nodes -= self.inputs.nodes
         if region.options.is_pullback:  # there only the engine makes nodes; they don't count
             nodes = script.nodes
-        if results is None or nodes != script.nodes:
-            if results is not None:  # autograd has made nodes that the script does not have
+        if results is None or nodes != script.nodes or not _repeat_as_in(script, results):
+            if results is not None:  # autograd, or a hook, has done something else
                 self.at -= 1
             self.hand_over()
             return how, out
@@ -987,6 +987,17 @@ class ForwardFollower(Follower):
             if not any(t is result for result in results):
                 return True
         return False
+
+
+def _repeat_as_in(script: Script, results: list[Tensor]) -> bool:
+    """Whether those results are one tensor that are one in the script.
+
+    The numbers of results say so, except in a pullback, where a hook decides what is returned.
+    """
+    if len(script.results) == len(results):
+        return True
+    firsts = [results[i] for i in script.results]
+    return all(t is firsts[place] for t, place in zip(results, script.places))
 
 
 def _differ_in_number(one: Any, other: Any) -> bool:

@@ -183,7 +183,9 @@ class Forward:
         told.made, told.results, told.places = captures.made, self.results, self.places
         told.ran, told.nodes, told.serial, told.slots = ran, nodes, captures.serial, inputs.slots
         told.partly = Partly.YES if captures.record.followed else Partly.NO
-        told.requiring = [inputs.requiring(k) for k in range(len(region.frames) + 1)]
+        # (On which inputs a gradient depends may be decided by a hook, in each run anew.)
+        requiring = inputs.leaves_at if region.options.is_pullback else inputs.requiring
+        told.requiring = [requiring(k) for k in range(len(region.frames) + 1)]
         told.steps, told.has_leaves_asked, told.pullbacks = (), False, {}
         told.untold = script.untold_in(told.calls, region.options.is_pullback) or captures.hides
         told.before = None

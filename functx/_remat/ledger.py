@@ -379,13 +379,11 @@ class Rerun(Ledger):
         self.bounds = ran.bounds  # for each call its first entry; then the end of the last call
         self.live = live  # the entries to run; ``None`` runs all
         self.in_graph = ran.in_graph
-        self.in_line = True  # whether all operations so far have matched entries
         # Memory that was not computed: a weak reference to each storage, by its address.
         self.hollow: dict[int, Any] = {}
         self.given: set[int] = set()  # memory of saved values that were handed out
         self.call = calls - 1
         self.next_call()
-        self.first = self.end if calls else 0  # the first entry that this ledger sees
 
     def next_call(self) -> None:
         self.call = n = self.call + 1
@@ -473,7 +471,7 @@ class Rerun(Ledger):
             else:
                 self.i = i + 1
                 return i
-        self.i, self.in_line = self.end, False
+        self.i = self.end
         return -1
 
     def _may_have_made(self, maker: int, storage: int) -> bool:

@@ -223,10 +223,14 @@ class Inputs:
 
     def requiring(self, k: int) -> list[int]:
         """The values at level k that require grad there and that the results depend on."""
+        leaves, reached = self.leaves_at(k), self.reached
+        return [i for i in leaves if (k, i) in reached] if reached else leaves
+
+    def leaves_at(self, k: int) -> list[int]:
+        """The values at level k that require grad there."""
         if k and self.frames[k - 1].kind is not levels.GRAD:
             return []
-        leaves, reached = [i for i, slot in enumerate(self.slots[k]) if slot], self.reached
-        return [i for i in leaves if (k, i) in reached] if reached else leaves
+        return [i for i, slot in enumerate(self.slots[k]) if slot]
 
     def position(self, i: int, k: int) -> int:
         """The index among the values of level k of input ``i``, which must not have tangents."""

@@ -35,8 +35,9 @@ enclosing region.
 NOTE [pullbacks]
 The pullback of a region is a region as well, if it is differentiated. Its code is that of the
 engine and makes no calls, because modes do not see the engine. So its script says only which of its
-inputs have gradients, and which operations its own replay runs. The script of the region has a
-table of such scripts. The key says for which results there are cotangents, and for which inputs
+results are inputs, and which operations its own replay runs. It does not say on which inputs the
+results depend: a hook that makes no call may decide that in each run. The script of the region has
+a table of such scripts. The key says for which results there are cotangents, and for which inputs
 gradients are asked.
 
 A hook may make a call after all. No mode can begin to listen while the engine is running, because

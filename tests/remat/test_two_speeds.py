@@ -816,3 +816,38 @@ def test_torch_is_not_asked_about_leaves_that_functx_asks_for(level, monkeypatch
     run = lambda x: LEVELS[level](lambda x: region(x, x.cos()).sum() + region(x, x).sum(), x)
     same(run(X.clone()), LEVELS[level](lambda x: ((x * x.cos()).sin() + (x * x).sin()).sum(), X))
     assert "raised" not in answers
+
+
+CONSTANT = torch.full((3,), 2.0, dtype=torch.float64)
+
+
+def with_a_hook_on_a_result(a, b):
+    y = a.sin() * b
+    if y.requires_grad:
+        y.register_hook(lambda g: CONSTANT if now.other else None)
+    return y * y
+
+
+def with_a_hook_on_a_branch(a, b):
+    """Without the hook, both gradients are one tensor."""
+    b = b + 0.0
+    if b.requires_grad:
+        b.register_hook(lambda g: CONSTANT if now.other else None)
+    return (a + b).sin()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("f", [with_a_hook_on_a_result, with_a_hook_on_a_branch])
+def test_a_hook_that_makes_no_call_may_decide_what_a_gradient_depends_on(f, order):
+    """The script of a pullback does not say it: no call shows the hook."""
+    found = {}
+    for remat in (identity, functx.remat):
+        region, found[remat] = remat(f), []
+        for now.other in ORDERS[order]:
+            a, b, w = (numbers(3, start=float(i)).requires_grad_() for i in range(3))
+            gradients = torch.autograd.grad((region(a, b) * w).sum(), [a, b], create_graph=True)
+            total = (gradients[0] + 3 * gradients[1] * a).sum()
+            second = torch.autograd.grad(total, [a, b, w], materialize_grads=True)
+            found[remat] += [*gradients, *second]
+    now.other = False
+    same(found[functx.remat], found[identity])

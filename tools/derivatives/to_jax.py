@@ -80,7 +80,8 @@ def row(case):
     try:
         points, verdicts = judge(case)
     except Exception as error:  # above all a LoweringError; what else there is, the table names
-        said = f"{type(error).__name__}: {one_line(error)}"
+        message = str(error).replace(f"{ROOT}/", "")  # the table is the same in any folder
+        said = f"{type(error).__name__}: {one_line(message)}"
         return {"name": case.name, "points": 0, "refused": said, "verdicts": []}
     return {
         "name": case.name,
