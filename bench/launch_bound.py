@@ -27,7 +27,7 @@ from bench.per_sample import opacus_hooks, torch_loop, torch_vmap
 from functx import per_sample
 
 NAME = "launch_bound"
-CLAIM = "CPU time of programs of small tensors, one thread, and the ratio to the first row of each program"
+CLAIM = "CPU time of programs of small tensors, one thread; ratios to the first row of each program"
 REPEATS = 15
 LAYERS, WIDTH, TOKENS, BATCH = 12, 16, 8, 4
 # Of the physics-informed network: a multilayer perceptron from (t, x) to u.
